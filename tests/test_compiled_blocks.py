@@ -1,9 +1,12 @@
 """What blocks are compiled to on a GPU, found without one: graphs, breaks, kernels, and what they keep for backward."""
 
+import json
 from collections.abc import Callable, Iterable
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
+import gpu_blocks  # benchmarks/planner
 import pytest
 import torch
 from test_trace_gpu import recipe_of
@@ -11,6 +14,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 from fivefold.models.card import card_of
+from fivefold.models.recomputation import region
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.memory.memory import kept
 from fivefold.plan.predict import predict
@@ -58,6 +62,7 @@ EAGER = {
     "split backward, LayerNorm": ("pp=2,schedule=zbv", "gpt2", []),
 }
 FEW = ("experts alone", "split backward")
+TRACES = Path(gpu_blocks.__file__).parents[1] / "results/gpu_blocks.json"
 
 
 def traced(*recipes: Recipe, in_python: Iterable[Recipe] = ()) -> list[dict]:
@@ -168,6 +173,22 @@ def test_frozen_blocks() -> None:
 
 
 @pytest.mark.slow
+def test_copies_of_sequence_parallelism_move_what_the_plan_says() -> None:
+    """Those of chunks, of what is gathered again, and of the pieces of two sequences: what a block moves beyond one
+    without them. Of two sequences in chunks the trace counts whole pieces where a chunk is read."""
+    base = "tp=2,sp=true"
+    given = [(base, 1), *((f"{base},{more}", 1) for more in ("tp_chunks=4", "sp_regather=true,tp_chunks=4"))]
+    given += [(base, 2), (f"{base},sp_regather=true", 2)]
+    recipes = [recipe_of(of, "llama", *WIDE, f"train.microbatch_size={B}") for of, B in given]
+    moved = list[tuple[float, float]]()
+    for recipe, answer in zip(recipes, traced(*recipes), strict=True):
+        ops = predict(recipe, parse("h100:2")).setting.last_block
+        moved.append((sum(op.forward + op.backward for op in ops), sum(block(answer).moved)))
+    for (said, found), (_, B) in zip(moved[1:], given[1:], strict=True):
+        assert said - B * moved[0][0] == pytest.approx(found - B * moved[0][1], rel=0.05)
+
+
+@pytest.mark.slow
 def test_blocks_that_fp8_skips_are_a_kind() -> None:
     sets = ["precision.mode=fp8", "precision.fp8_scaling=tensor", "precision.fp8_skip_last=1"]
     [answer] = traced(recipe_of("dp=1", "llama", *WIDE, *sets))
@@ -244,6 +265,35 @@ def test_eager_blocks_keep_what_the_plan_says(quick) -> None:
 def test_other_eager_blocks_keep_what_the_plan_says() -> None:
     recipes = eager(name for name in EAGER if name not in FEW)
     check_growth(recipes, dict(zip(recipes, traced(in_python=recipes.values()), strict=True)))
+
+
+@REPEATED
+@pytest.mark.parametrize("family", gpu_blocks.LAYOUTS)
+def test_blocks_keep_what_the_committed_traces_kept(family: str) -> None:
+    """Of every architecture, compiled to one graph (benchmarks/planner/gpu_blocks.py)."""
+    rows = [row for row in json.loads(TRACES.read_text())["rows"] if row["family"] == family]
+    for row in rows:
+        found = Block(**row["block"])
+        said = gpu_blocks.planned_bytes(
+            gpu_blocks.setting_of(gpu_blocks.recipe_of(row["arch"], row["layout"]))
+        )
+        assert not found.whole or said == pytest.approx(sum(found.kept), rel=0.01), row["arch"]
+    assert rows
+
+
+def test_compiled_code_repeats_the_matmuls_whose_results_it_does_not_keep() -> None:
+    """The committed traces keep neither these results nor sums with them (the test above)."""
+    again = {
+        "llama": ["attention out"],
+        "bert": ["attention out"],
+        "olmo2": ["attention out", "down"],
+        "moe": ["attention out", "experts down"],
+        "deepseek": ["query up", "key-value up", "attention out", "experts down"],
+    }
+    for arch, names in again.items():
+        s = gpu_blocks.setting_of(gpu_blocks.recipe_of(arch, gpu_blocks.LAYOUTS["recompute operations"]))
+        used = region(s.recompute[-1], s.software)
+        assert [op.name for op in s.last_block if op.matmul and used.repeated(op, False)] == names, arch
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Compiled blocks of layouts whose ranks communicate inside a block compute what one process computes without PyTorch's
 compiler. Blocks are those of a run on GPUs, one graph each: a break would be an error."""
 
+import gc
 import re
 from collections.abc import Callable
 from functools import partial
@@ -19,13 +20,18 @@ from torch._dynamo.utils import counters
 from torch._inductor.graph import GraphLowering
 from torch._inductor.utils import fresh_inductor_cache
 
+from fivefold.models.base import build
 from fivefold.models.card import card_of
 from fivefold.models.recomputation import of_blocks
+from fivefold.parallel import context, operators
+from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.parallelize import compile_blocks
 from fivefold.recipe import Recipe
 from fivefold.schedules.chunks import actions
 from fivefold.sharding.layout import Layout
 from fivefold.step.state import State
+from fivefold.trace.fake import CPU
+from fivefold.trace.step import one_of
 
 CASES = [
     ("llama", "tp=2"), ("llama", "tp=2,sp=true"), ("llama", "tp=2,sp=true,sp_regather=true"),
@@ -74,6 +80,28 @@ def test_equals_one_process(model: str, layout: str) -> None:
 @pytest.mark.parametrize("layout", ["tp=2", "tp=2,sp=true", "cp=2"])
 def test_inductor_reuses_no_memory_of_a_message(layout: str) -> None:
     check("llama", layout, "inductor")
+
+
+def test_a_model_outlives_another_with_the_same_ranks() -> None:
+    """Compiled code finds the axes and the attention of its own model, whichever was made first."""
+    recipe = recipe_of("llama", "layout.cp=2")
+    with one_of(0, 2, CPU) as ranks:
+        meshes = [Mesh(Layout(cp=2), ranks) for _ in range(2)]
+        assert meshes[0].axis("cp").group is meshes[1].axis("cp").group
+        for first, last in ((0, 0), (0, 1)):  # on one mesh, on two
+            models = [build(recipe.model) for _ in range(2)]
+            for model, number in zip(models, (first, last), strict=True):
+                context.apply(model, meshes[number])
+            stays, axis = models[0], meshes[first].axis("cp")
+            del models, model
+            gc.collect()
+            assert operators.axes[axis.key] is axis
+            for module in stays.modules():
+                if isinstance(module, context.OverRanks):
+                    assert context.cores[module.key].axis is axis
+        key = meshes.pop().axis("cp").key
+        gc.collect()
+        assert key not in operators.axes
 
 
 def order(rank: int, world: int, recipe: Recipe) -> list[dict[str, list[str]]]:
@@ -132,10 +160,11 @@ def calls(rank: int, world: int, recipe: Recipe) -> list[str]:
 
 @pytest.mark.slow
 def test_inductor_keeps_messages_beside_the_products_of_other_chunks() -> None:
-    """The order is that of `schedules/chunks.py`. In backward the gradient of a weight is behind what is gathered, and
-    before the waits for what is scattered."""
+    """The order is that of `schedules/chunks.py`, also without gradients. In backward the gradient of a weight is
+    behind what is gathered, and before the waits for what is scattered."""
     world, recipe = on("tp=2,sp=true,tp_chunks=4", "gpt2")
-    forward, backward, *_ = run_ranks(world, calls, recipe, timeout_s=120)[0]
+    forward, backward, *validation = run_ranks(world, calls, recipe, timeout_s=120)[0]
+    assert validation == [forward]
     gather, scatter = ("".join(a.what[0] for a in actions(gathers, 4)) for gathers in (True, False))
     assert forward == 2 * (gather + scatter)
     assert backward == 2 * (gather + "m" + scatter.replace("wwww", "mwwww"))

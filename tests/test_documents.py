@@ -6,6 +6,8 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
 
 import flash_twin
 import hypothesis.strategies as st
@@ -25,7 +27,7 @@ from fivefold.data.dataset import Packed, best_fit, cut_of, pieces
 from fivefold.data.kinds.token_files import write_indexed
 from fivefold.data.tokens import COUNTED, ENDS, Shard, Tokens
 from fivefold.errors import UserError
-from fivefold.kernels import native
+from fivefold.kernels import native, partial_attention
 from fivefold.kernels.blockwise_attention import Documents, qkv_attention
 from fivefold.kernels.partial_attention import attend, attend_backward, queries
 from fivefold.kernels.tiling import Columns, Sample, scores, shared_spans
@@ -556,6 +558,62 @@ def test_the_planner_counts_the_tiles_that_kernels_compute():
     lengths = [b - a for row in first for a, b in pairwise([*np.unique(row), 256])]
     assert sample.tokens == pytest.approx(np.mean(lengths))
     assert sample.seen == pytest.approx(np.dot(lengths, lengths) / np.sum(lengths))
+
+
+class Alone:
+    """An axis on which nothing is sent."""
+
+    key = "alone"
+
+    def __init__(self, size: int, index: int) -> None:
+        self.size, self.index = size, index
+
+    def start_exchange(self, leaving: torch.Tensor, to: int, arriving: torch.Tensor, _: int) -> Any:
+        return lambda: arriving
+
+    def run(self, _: Any, x: torch.Tensor, backward: bool = False) -> torch.Tensor:
+        rows = len(x) // self.size if backward else len(x) * self.size
+        return x.new_empty(rows, *x.shape[1:])
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+@pytest.mark.parametrize("B", [1, 2])
+def test_plan_counts_what_flash_attention_copies(
+    method: str, B: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several sequences it wants the tokens in a row. Heads of query, key and value stand before tokens."""
+    layout, heads, keys, t = Layout(cp=2, cp_method=method), 4, 2, 128
+    first, copied = firsts(B, 2 * t, 0.05), list[int]()
+    tokens = partial_attention._tokens
+
+    def counted(x: torch.Tensor, lengths: Any) -> torch.Tensor:
+        y = tokens(x, lengths)
+        copied[-1] += 2 * y.nbytes * (y.untyped_storage()._cdata != x.untyped_storage()._cdata)
+        return y
+
+    monkeypatch.setattr(partial_attention, "_tokens", counted)
+    documents, each = Documents(first, "meta"), list[list[int]]()
+    documents.columns = documents.tiling.dealt(2, True) if method == "all_gather" else ()
+    for rank in range(2):
+        core: Any = SimpleNamespace(heads=heads, kv_heads=keys, causal=True)
+        axis: Any = Alone(2, rank)
+        attention: Any = context.METHODS[method](core, axis, layout)
+        q = torch.empty(B, heads, t, 16, dtype=torch.bfloat16, device="meta")
+        kv = torch.empty(2, B, keys, t, 16, dtype=torch.bfloat16, device="meta")
+        copied.append(0)
+        out, lse = attention.attend(q, kv, documents)
+        copied.append(0)
+        attention.backward(q, kv, out, lse, torch.empty_like(out), documents)
+        each.append(copied[-2:])
+    sets = ["model.arch=llama", f"model.heads={heads}", f"model.kv_heads={keys}", f"model.seq_len={2 * t}"]
+    sets += ["model.head_dim=16", "model.dim=64", f"train.microbatch_size={B}", "precision.mode=bf16"]
+    recipe = load("quickstart", [*sets, f"train.global_batch_size={B}"], f"cp=2,cp_method={method}")
+    moved = []
+    for seen in (PlannedDocuments("data", Sample(first)), None):
+        s = predict(recipe, parse("h100:2"), replace(FIVEFOLD, documents=seen)).setting
+        moved.append(next((op.forward, op.backward) for op in s.last_block if op.attention))
+    assert [a - b for a, b in zip(*moved, strict=True)] == max(each, key=sum)
+    assert (sum(max(each)) > 0) == (B > 1)
 
 
 def test_the_planner_knows_the_documents_of_tokenized_text(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
 from fivefold.models.layers import Cache
 from fivefold.models.mixture import (
     Mixture,
+    _Attach,
     assign,
     balance_loss,
     combine,
@@ -307,6 +308,20 @@ def test_what_is_computed_again_counts_once(how):
         found.append([*(m.stats.sums for m in mixtures), *(p.grad for p in model.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert found[0][0][-1] == 1
+
+
+@pytest.mark.parametrize("third", [1.0, torch.inf, torch.nan])
+def test_an_empty_microbatch_counts_nothing(third):
+    """Whatever its facts are."""
+    x, loss = torch.ones(2, requires_grad=True), torch.ones((), requires_grad=True)
+    sums, facts = torch.zeros(3, dtype=torch.float64, requires_grad=True), torch.tensor([3.0, 0.0, third])
+    _Attach.apply(x, loss, sums, facts, torch.tensor([0.5, 1.0])).sum().backward()
+    assert loss.grad == 0.5
+    assert torch.equal(sums.grad.nan_to_num(), facts.double().nan_to_num())
+    sums.grad = loss.grad = None
+    _Attach.apply(x, loss, sums, facts, torch.zeros(2)).sum().backward()
+    assert loss.grad == 0
+    assert not sums.grad.any()
 
 
 def test_validation_counts_nothing():

@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 from unittest.mock import patch
 from xml.etree import ElementTree
 
@@ -13,6 +14,7 @@ from layouts import compared, side, tiny
 from marks import all_but, only, slow, slow_but
 from pool_runs import ranks_of
 from ranks import run_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.cli.main import main
 from fivefold.errors import UserError
@@ -35,6 +37,7 @@ from fivefold.sharding.parts import boxes, held, local_shape
 from fivefold.step import step as steps_of
 from fivefold.step.state import build_state
 from fivefold.step.step import NORM, judge, outlier
+from fivefold.trace.memory import is_free
 
 SCHEDULES = ["cosine", "linear", "wsd", "constant"]
 
@@ -611,6 +614,25 @@ def test_the_norm_of_a_large_gradient_loses_nothing() -> None:
     assert torch.allclose(
         sum_of_squares([large, large[:5]]), wanted + large[:5].double().square().sum(), rtol=1e-7
     )
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (2, 4, 6)])
+def test_muon_iterates_by_three_matmuls(shape: tuple[int, ...]) -> None:
+    """With nothing between them: matmuls add what an iteration adds (docs/gpu.md counts the bytes)."""
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found.extend([] if is_free(func) else [func.__name__.split(".")[0]])
+            return func(*args, **kwargs or {})
+
+    counted, found = list[list[str]](), list[str]()
+    for steps in (1, 3):
+        found.clear()
+        with Counting():
+            orthogonal(torch.ones(shape), steps, torch.bfloat16)
+        counted.append([*found])
+    once = ["bmm", "baddbmm", "baddbmm"] if len(shape) > 2 else ["mm", "addmm", "addmm"]
+    assert sorted(counted[1]) == sorted(counted[0] + 2 * once)
 
 
 def test_muon_keeps_small_gradients_in_fp16() -> None:

@@ -15,7 +15,7 @@ from fivefold.cli.main import app
 from fivefold.errors import UserError
 from fivefold.kernels.adamw import AdamW
 from fivefold.models.card import card_of, flops_per_token
-from fivefold.models.operations import Matmul, TensorWay
+from fivefold.models.operations import Matmul, Operation, TensorWay
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.updater import Updater
@@ -231,31 +231,10 @@ def test_a_pipeline_scatters_gradients_once() -> None:
     assert alone[1] > 1.1 * alone[0]  # without a pipeline every microbatch scatters
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 8])
-@pytest.mark.parametrize("F", [256, 8192])
-def test_chunks_hide_rows(chunks: int, F: int) -> None:
-    """Both ways' messages are exposed but for what experts compute meanwhile; the first chunk out and the last one back
-    always are."""
-    section = ModelSection(arch="moe", dim=2048, heads=16, seq_len=2048, experts=32, expert_ffn_dim=F)
-    layout = Layout(dp_replicate=16, ep=16, expert_chunks=chunks)
-    s = setting(resolve_model(section, vocab_size=32000), layout, parse("h100:2x8"), 4, 1)
-    ops = {op.name: op for op in card_of(s.model).block_operations(s.sizes, s.software, True)}
-    costs = {name: operation(op, s) for name, op in ops.items()}
-    experts = [costs[f"experts {part}"] for part in ("up", "gate", "down")]
-    whole = s.sizes.N * 2 * 2048 * 2
-    one = collective("all_to_all", whole / chunks, group(layout, s.cluster, "ep"), s.cluster, s.dtype)
-    counts = message(ops["dispatch"].sent_forward[0], s, False)
-    ways = [costs[name] for name in ("dispatch", "arrival", "combine")]
-    there, back = sum(c.rows_forward for c in ways), sum(c.rows_backward for c in ways)
-    ahead, behind = sum(c.forward for c in experts), sum(c.input + c.weight for c in experts)
-    assert there == pytest.approx(counts + max(2 * one, 2 * chunks * one - ahead))
-    assert back == pytest.approx(max(2 * one, 2 * chunks * one - behind))
-
-
-@pytest.mark.parametrize(("schedule", "splits"), [("1f1b", False), ("zb_h1", True)])
-def test_what_w_computes_hides_no_rows(schedule: str, splits: bool) -> None:
-    """Under a split backward the shared expert's weight gradients are computed too late to hide the rows' way home;
-    those of experts, which are not deferred, hide messages of other chunks."""
+def with_experts(
+    F: int, shared: int, layout: Layout, microbatches: int = 1
+) -> tuple[Setting, dict[str, Operation]]:
+    """And the operations of a block."""
     section = ModelSection(
         arch="moe",
         layers=8,
@@ -263,22 +242,44 @@ def test_what_w_computes_hides_no_rows(schedule: str, splits: bool) -> None:
         heads=16,
         seq_len=2048,
         experts=32,
-        expert_ffn_dim=512,
-        shared_experts=1,
+        expert_ffn_dim=F,
+        shared_experts=shared,
     )
-    layout = Layout(pp=2, dp_replicate=16, ep=16, schedule=schedule, expert_chunks=4)
+    s = setting(resolve_model(section, vocab_size=32000), layout, parse("h100:4x8"), 4, microbatches)
+    return s, {op.name: op for op in s.last_block}
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 8])
+@pytest.mark.parametrize("F", [256, 8192])
+@pytest.mark.parametrize("shared", [0, 1])
+@pytest.mark.parametrize(("schedule", "splits"), [("1f1b", False), ("zb_h1", True)])
+def test_chunks_hide_rows(chunks: int, F: int, shared: int, schedule: str, splits: bool) -> None:
+    """All rows travel beside the shared expert. The last results always are exposed, and so is what takes longer than
+    the computing. Under a split backward the shared expert's weight gradients are computed too late to hide rows;
+    those of experts are not deferred."""
+    layout = Layout(pp=2, dp_replicate=16, ep=16, schedule=schedule, expert_chunks=chunks)
     assert layout.splits_backward == splits
-    s = setting(resolve_model(section, vocab_size=32000), layout, parse("h100:4x8"), 4, 8)
-    ops = {op.name: op for op in s.last_block}
-    for waiting, prefix, late in (("arrival", "shared", splits), ("combine", "experts", False)):
-        costs = [operation(ops[f"{prefix} {name}"], s) for name in ("up", "gate", "down")]
-        beside = sum(one.input + one.weight * (not late) for one in costs)
-        hidden, shown = (
-            sum(message(one, s, True) for one in ops[waiting].sent_backward if one.hidden == way)
-            for way in (True, False)
+    s, ops = with_experts(F, shared, layout, 8)
+    costs = {name: operation(op, s) for name, op in ops.items()}
+    whole = s.sizes.N * 2 * 2048 * 2
+    one = collective("all_to_all", whole / chunks, group(layout, s.cluster, "ep"), s.cluster, s.dtype)
+    counts = message(ops["dispatch"].sent_forward[0], s, False)
+    ways = [costs[name] for name in ("dispatch", "arrival", "combine") if name in costs]
+    seconds = {
+        (name, backward): sum(
+            c.input + c.weight * (not (splits and name == "shared")) if backward else c.forward
+            for c in (costs[f"{name} {part}"] for part in ("up", "gate", "down"))
         )
-        assert hidden > beside
-        assert operation(ops[waiting], s).rows_backward == pytest.approx(shown + hidden - beside)
+        for name in ("shared", "experts")[not shared :]
+        for backward in (False, True)
+    }
+    for backward in (False, True):
+        before, work = seconds.get(("shared", backward), 0.0), seconds["experts", backward]
+        exposed = one + max(0.0, one - before), chunks * one - work * (1 - 1 / chunks)
+        if chunks > 1:  # both ways' messages one after the other
+            exposed = *exposed, 2 * chunks * one - work - before
+        found = sum(c.rows_backward if backward else c.rows_forward - counts * (c is ways[0]) for c in ways)
+        assert found == pytest.approx(max(exposed), abs=1e-12)
 
 
 @pytest.mark.parametrize("tp", [2, 8])

@@ -19,7 +19,8 @@ from pathlib import Path
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.memory.memory import kept
 from fivefold.plan.predict import predict
-from fivefold.recipe import load, resolve
+from fivefold.plan.setting import Setting
+from fivefold.recipe import Recipe, load, resolve
 from fivefold.sharding.layout import Layout
 from fivefold.trace.blocks import Block, kinds
 from fivefold.trace.gpu import on_gpu
@@ -73,29 +74,39 @@ def jobs(only: list[str], families: list[str]) -> list[tuple[str, str, str]]:
     ]
 
 
-def measure(arch: str, family: str, layout: str) -> Row:
+def recipe_of(arch: str, layout: str) -> Recipe:
     name, sets = ARCHS[arch]
     virtual = ["model.layers=4"] if "zbv" in layout else []
     loaded = load(name, [*FIXED, *virtual, *sets], layout)
     size = Layout.from_recipe(loaded.layout)
-    recipe = loaded.model_copy(
-        update={"train": loaded.train.model_copy(update={"global_batch_size": size.dp * size.pp})}
-    )
-    cluster = parse(f"h100:{size.ranks}")
-    s = predict(recipe, cluster).setting
-    [answer] = on_gpu([(resolve(recipe, vocab_size=recipe.model.vocab_size or 32_000), 0)])
+    train = loaded.train.model_copy(update={"global_batch_size": size.dp * size.pp})
+    return resolve(loaded.model_copy(update={"train": train}), vocab_size=loaded.model.vocab_size or 32_000)
+
+
+def setting_of(recipe: Recipe) -> Setting:
+    return predict(recipe, parse(f"h100:{Layout.from_recipe(recipe.layout).ranks}")).setting
+
+
+def planned_bytes(s: Setting) -> int:
+    """That the last block keeps for backward."""
+    return round(kept(s.last_block, s.recompute[-1], s.software))
+
+
+def measure(arch: str, family: str, layout: str) -> Row:
+    recipe = recipe_of(arch, layout)
+    s = setting_of(recipe)
+    [answer] = on_gpu([(recipe, 0)])
     if "error" in answer:
         raise RuntimeError(f"{arch} {layout}: {answer['error']}")
     found = answer["exact"]["blocks"]
     kind = kinds(recipe)[-1]
     block, ops = Block(**found[kind]), s.last_block
-    device, gap = cluster.device, s.software.kernel
+    device, gap = s.cluster.device, s.software.kernel
     launches = sum(op.kernels * 2 + bool(op.matmul) for op in ops)
     moved = sum(block.moved) - sum(op.forward + op.backward for op in ops)
     unplanned = moved / (device.bandwidth * device.streaming) + gap * (sum(block.kernels) - launches)
     waits = sum(sync["times"] for sync in answer["exact"]["host_syncs"])
-    planned = round(kept(ops, s.recompute[-1], s.software))
-    return Row(arch, family, layout, block, planned, unplanned, waits)
+    return Row(arch, family, layout, block, planned_bytes(s), unplanned, waits)
 
 
 def table(rows: list[Row]) -> str:

@@ -26,6 +26,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ handing_over = _HandingOver()
 """`now` is True while this thread passes a counted message to torch.distributed (only maintained while there are
 counters)."""
 _counting = threading.Lock()  # several threads send
+_numbers = count()
 
 
 class Axis:
@@ -82,7 +84,7 @@ class Axis:
         assert (group is None) == (len(ranks) == 1), f"a group for {len(ranks)} ranks of axis {name}"
         self.name, self.ranks, self.index, self.size = name, tuple(ranks), index, len(ranks)
         self.device, self.group, self.timeout_s, self.purpose = device, group, timeout_s, ""
-        self.key = "" if group is None else f"{name} {group.group_name}"  # unique in this process
+        self.key = f"{name} {next(_numbers)}"  # not the group's name, which axes of several models may have
         self.ops: Ops | None = progress.ops(group) if group is not None and watched else None
         # gloo sums and gathers tensors on GPUs, but sends and receives in host memory only
         self.staged = group is not None and device.type == "cuda" and dist.get_backend(group) == "gloo"

@@ -130,6 +130,7 @@ class Sample:
     def __init__(self, first_RT: np.ndarray) -> None:
         self.tiling = Tiling(first_RT)
         self._computed: dict[tuple[object, ...], float] = {}
+        self._copied: dict[tuple[object, ...], tuple[float, float]] = {}
 
     @cached_property
     def tokens(self) -> float:
@@ -158,6 +159,23 @@ class Sample:
             self._computed[asked] = max_pairs(self.tiling, *of) / max_pairs(whole, *of)
         return self._computed[asked]
 
+    def copied(self, B: int, causal: bool, layout: Layout) -> tuple[float, float]:
+        """Tokens of queries and of keys that a rank of the context axis multiplies in all turns, relative to its own
+        tokens: on average over microbatches of B sequences, of the rank with most. Flash attention wants the tokens of
+        several sequences in a row (kernels/partial_attention.py)."""
+        if (asked := (B, causal, layout.cp, layout.cp_method)) not in self._copied:
+            starts, each = _microbatches(self.tiling, B), self.tiling.shape[1] / layout.cp
+            found = []
+            for turns in self.tiling.turns(layout, causal):
+                tokens = np.zeros(2)
+                for columns in (product for products in turns for product in products):
+                    some = np.add.reduceat(self.tiling.pairs(*columns, causal), starts) > 0
+                    tokens += some.mean() * np.array([sum(b - a for a, b in of) for of in columns])
+                found.append(tuple((tokens / each).tolist()))
+            # Backward copies more of queries.
+            self._copied[asked] = max(found, key=lambda tokens: (sum(tokens), tokens[0]))
+        return self._copied[asked]
+
     def computed(self, B: int, causal: bool, element_size: int, layout: Layout | None = None) -> float:
         """The share of the scores that tiles have, in microbatches of B sequences.
 
@@ -185,9 +203,14 @@ def assumed(T: int, tokens: float) -> Sample:
 ASSUMED = 1 << 17  # tokens of a sample that is drawn
 
 
+def _microbatches(tiling: Tiling, B: int) -> np.ndarray:
+    """The first document of each microbatch of B sequences."""
+    return np.flatnonzero(np.diff(np.nonzero(tiling.begins_BT)[0] // B, prepend=-1))
+
+
 def max_pairs(tiling: Tiling, B: int, causal: bool, layout: Layout) -> int:
     """Pairs of the slowest rank in each turn of a ring, with each microbatch of B sequences."""
-    starts = np.flatnonzero(np.diff(np.nonzero(tiling.begins_BT)[0] // B, prepend=-1))
+    starts = _microbatches(tiling, B)
     turns = zip(*tiling.turns(layout, causal), strict=True)
     of = ([np.add.reduceat(tiling.pairs(q, k, causal), starts) for ((q, k),) in ranks] for ranks in turns)
     return int(sum(np.max(each, axis=0).sum() for each in of))

@@ -80,7 +80,7 @@ class _Attach(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
         scale, counted = ctx.factors.unbind()
-        return grads[0], scale, ctx.facts.double() * counted, None, None
+        return grads[0], scale, ctx.facts.double().where(counted > 0, 0.0), None, None
 
 
 class Total(nn.Module):
@@ -310,12 +310,9 @@ def filled(
     expert_S, rows = chosen_NK.t().reshape(-1)[order_S], len(chosen_E) * capacity
     nth_S, edges = _nth(expert_S, chosen_E), [capacity * i // chunks for i in range(chunks + 1)]
     places, E = torch.arange(rows, device=order_S.device), len(chosen_E)
-    chunked = [
-        places[E * a : E * b].view(E, b - a) for a, b in pairwise(edges)
-    ]  # where each expert's rows stand
-    place_R = F.pad(
-        torch.cat(chunked, 1).flatten(), (0, 1), value=rows
-    )  # the last one is that of dropped slots
+    # Where each expert's rows stand, and last the place of dropped slots.
+    chunked = [places[E * a : E * b].view(E, b - a) for a, b in pairwise(edges)]
+    place_R = F.pad(torch.cat(chunked, 1).flatten(), (0, 1), value=rows)
     placed_S = place_R[torch.where(nth_S < capacity, expert_S * capacity + nth_S, rows)]
     order, place = order_S.new_full((rows + 1,), len(order_S)), torch.empty_like(order_S)
     order[placed_S], place[order_S] = order_S, placed_S

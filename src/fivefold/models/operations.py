@@ -14,7 +14,7 @@ from fivefold.kernels import sizes
 from fivefold.models.section import ModelSection
 from fivefold.sharding.units import AGAIN, SUM, WHOLE, Collective, What
 
-Role = Literal["input", "stream", "norm", "product", "copied", "core", "inner", "gate"]
+Role = Literal["input", "stream", "norm", "product", "copied", "core", "inner", "gate", "attended", "fed"]
 Part = Literal["", "norm", "core", "inner", "out", "gate", "down", "never"]
 Rate = Literal["copy", "embedding", "norm", "gate", "gelu", "loss"]
 Library = Literal["flash", "cudnn"]
@@ -28,7 +28,8 @@ class Saved:
     """A tensor kept from forward to backward. role: "input": a block's input. "stream": on its residual stream. "norm":
     the result of the norm before a sublayer. "product": that of a sublayer's first matmul. "copied": such a result that
     is kept only if its copies are not. "core": within attention's core. "inner": any other of attention. "gate": the
-    result of the gate. once: bytes of it that exist at once if it is recomputed; None: all."""
+    result of the gate. "attended", "fed": made of the result of attention's, of the feed-forward's last matmul, in
+    compiled code. once: bytes of it that exist at once if it is recomputed; None: all."""
 
     name: str
     size: float
@@ -62,14 +63,15 @@ class Matmul:
 class Message:
     """A collective on an axis. size: bytes of the larger of input and output. "ring": keys and values that travel round
     a ring; `size` is for all of them going all the way. hidden: it overlaps with the operation. calls: number of calls
-    it is cut into. chunked: each overlaps with the product of another chunk (schedules/chunks.py)."""
+    it is cut into. chunked: each overlaps with other chunks (schedules/chunks.py): of a product; "rows": to experts, of
+    their work; "results": of these, on the way back."""
 
     what: What | Literal["ring"]
     axis: str
     size: float
     hidden: bool = False
     calls: int = 1
-    chunked: bool = False
+    chunked: Literal["", "product", "rows", "results"] = ""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ class Operation:
     "core", "inner" and "gate" are as in `Saved`; "out" and "down" are the matmuls behind attention and gate; "" is any
     other; "never": backward does not need it. workspace: bytes that its backward (for the loss: its forward) holds
     besides saved tensors. random: numbers drawn in forward, for dropout. rate: the measured operation whose
-    element-wise work it resembles. beside: the operations that hide its hidden messages; none: itself.
+    element-wise work it resembles. beside: the operations that hide its hidden messages; none: itself. behind: those
+    that do behind them, in chunks.
     """
 
     name: str
@@ -98,6 +101,7 @@ class Operation:
     random: float = 0.0
     rate: Rate = "copy"
     beside: tuple[Operation, ...] = ()
+    behind: tuple[Operation, ...] = ()
 
 
 class TensorWay(NamedTuple):
@@ -131,8 +135,9 @@ class Program:
     compute dtype ("fused": the gradient replaces them) or with fp32 copies ("plain"). chunk_bytes: logits that exist at
     once, if in chunks. loss_on_gpu: such a chunk is read from memory for its statistics and again for its gradient, and
     the matmul itself adds to the weight's gradient in fp32. pads_values: value heads that are narrower than key heads
-    are padded to their width. rows_beside: experts' rows travel beside the shared expert. tensor: its way of tensor
-    parallelism. library: of fused attention.
+    are padded to their width. rows_beside: experts' rows travel beside the shared expert. batch_first: activations are
+    (B, T, D), so pieces of several sequences are put in order by copies. tensor: its way of tensor parallelism.
+    library: of fused attention.
     """
 
     attention: Literal["flash", "blocks", "plain"] = "flash"
@@ -148,6 +153,12 @@ class Program:
     rows_beside: bool = False
     tensor: TensorWay = OWN_WAY
     library: Library = "flash"
+    batch_first: bool = False
+
+    @property
+    def joined(self) -> bool:
+        """True if a compiler joins element-wise operations with the copies before them."""
+        return self.compiles and self.fused
 
     @property
     def eager(self) -> bool:
@@ -161,10 +172,12 @@ class Program:
 
 class Seen(NamedTuple):
     """What attention computes of sequences with several documents. share: of the scores of whole sequences. tokens:
-    length of the sequences that its kernel goes over, if they are not whole."""
+    length of the sequences that its kernel goes over, if they are not whole. copied: queries and keys that it copies,
+    relative to a rank's tokens, to have those of all sequences in a row."""
 
     share: float = 1.0
     tokens: float | None = None
+    copied: tuple[float, float] = (0.0, 0.0)
 
 
 WHOLE_SEQUENCES = Seen()
@@ -241,23 +254,34 @@ class Sizes:
         """The message that sums partial activations."""
         return self._message(SUM[self.sp], width)
 
-    def by_chunk(self, op: Operation) -> Operation:
-        """The matmul at the beginning or the end of a tensor-parallel region, in chunks. Those that are gathered, their
-        products and what is scattered are put together by copies. Backward at the end holds one of them besides."""
-        n, m = self.tp_chunks if self.sp and self.tp > 1 else 1, op.matmul
-        if self.way.copied and self.sp:
+    def by_chunk(self, op: Operation, program: Program, ordered: bool) -> Operation:
+        """The matmul at the beginning or the end of a tensor-parallel region, in chunks, with the copies of
+        `parallel.autograd.TensorAxis`. ordered: it takes or gives tokens in their order. Backward at the end holds one
+        of the copies besides."""
+        n, m = self.tp_chunks, op.matmul
+        if not self.sp or self.tp == 1 or not m:
+            return op
+        if self.way.copied:
             op = replace(op, forward=op.forward + self._copied(op.sent_forward))
             op = replace(op, backward=op.backward + self._copied(op.sent_backward))
-        if n == 1 or not m:
-            return op
         if self.way.pieces:
             return _in_chunks(op, n)
-        joined, held = (m.n + m.k * (not self.sp_regather), m.k / self.tp), 0.0
-        if op.sent_forward[0].what != WHOLE[True]:
-            joined, held = (m.n / self.tp, m.n + m.k), m.m * max(m.n, m.k) * self.e
-        moved = [2 * m.m * size * self.e for size in joined]
-        op = replace(op, forward=op.forward + moved[0], backward=op.backward + moved[1], kernels=n + 1)
-        op = _in_chunks(replace(op, workspace=op.workspace + held), n)
+        enters, several = op.sent_forward[0].what == WHOLE[True], program.batch_first and self.B > 1
+        wide, inner = (m.k, m.n) if enters else (m.n, m.k)  # features of the messages, and within the region
+        gathered = scattered = wide * (several and ordered)
+        again = enters and self.sp_regather
+        if n > 1:
+            piece, apart = wide / self.tp, not program.joined  # or what adds to the residual reads chunks
+            gathered = inner + wide * (not again) + piece * several
+            scattered = inner * ordered + piece * apart
+        moved = [gathered, scattered] if enters else [scattered, gathered]
+        moved[1] += wide * again * (several if ordered else n > 1)
+        forward, backward = (2 * m.m * size * self.e for size in moved)
+        op = replace(op, forward=op.forward + forward, backward=op.backward + backward)
+        if n == 1:
+            return replace(op, kernels=op.kernels + (forward > 0))
+        held = 0.0 if enters else m.m * max(wide, inner) * self.e
+        op = _in_chunks(replace(op, kernels=n + 1, workspace=op.workspace + held), n)
         return replace(op, matmul=replace(m, chunks=n))
 
     def _copied(self, sent: tuple[Message, ...]) -> float:
@@ -282,10 +306,32 @@ class Sizes:
 def _in_chunks(op: Operation, n: int) -> Operation:
     """The operation with messages in n chunks, but for those that are hidden."""
     forward, backward = (
-        tuple(one if one.hidden else replace(one, calls=n, chunked=True) for one in sent)
+        tuple(one if one.hidden else replace(one, calls=n, chunked="product") for one in sent)
         for sent in (op.sent_forward, op.sent_backward)
     )
     return replace(op, sent_forward=forward, sent_backward=backward)
+
+
+def travel(
+    forward: tuple[tuple[Message, ...], tuple[Message, ...]],
+    backward: tuple[tuple[Message, ...], tuple[Message, ...]],
+    shared: tuple[Operation, ...],
+    experts: tuple[Operation, ...],
+    chunks: int,
+    combine: Operation,
+) -> tuple[list[Operation], Operation]:
+    """The wait for rows that travel beside the shared experts, and `combine` with the messages of results, or in chunks
+    with all messages. forward, backward: to experts and home."""
+    (there, home), (gradients, rows) = forward, backward
+    if chunks > 1:
+        sent, back = (
+            (*(replace(m, chunked="rows") for m in to), *(replace(m, chunked="results") for m in results))
+            for to, results in (forward, backward)
+        )
+        return [], replace(combine, sent_forward=sent, sent_backward=back, beside=shared, behind=experts)
+    there, rows = (tuple(replace(m, hidden=bool(shared)) for m in way) for way in (there, rows))
+    wait = Operation("arrival", kernels=0, sent_forward=there, sent_backward=rows, beside=shared)
+    return [wait] * bool(there), replace(combine, sent_forward=home, sent_backward=gradients)
 
 
 @dataclass(frozen=True)

@@ -39,13 +39,17 @@ class Recomputed:
 
 OPERATIONS = {
     "attention": Recomputed(
-        frozenset({"core", "inner"}), frozenset({"core", "inner", "out"}), frozenset({"copied"}), "out"
+        frozenset({"core", "inner", "attended"}),
+        frozenset({"core", "inner", "out"}),
+        frozenset({"copied"}),
+        "out",
     ),
-    "gate": Recomputed(frozenset({"gate"}), frozenset({"gate", "down"}), last="down"),
+    "gate": Recomputed(frozenset({"gate", "fed"}), frozenset({"gate", "down"}), last="down"),
     "norm": Recomputed(frozenset({"norm"}), frozenset({"norm"}), host=0.0),
 }
 """attention: all behind the first matmul: norms of queries and keys, rotation, the core, the core's result. gate: the
-gate or GELU. norm: the norms before attention and feed-forward, from their own inputs."""
+gate or GELU. norm: the norms before attention and feed-forward, from their own inputs. Compiled code keeps no result
+of what it makes again: it repeats the last matmul, too, if something else reads that."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,9 @@ class Region:
 
 SCORES = 0.5
 """Share of fused attention's forward that computes probabilities. The rest multiplies them with the values."""
-EVERY: frozenset[Role] = frozenset({"input", "stream", "norm", "product", "core", "inner", "gate"})
+EVERY: frozenset[Role] = frozenset(
+    {"input", "stream", "norm", "product", "core", "inner", "gate", "attended", "fed"}
+)
 """Roles of the tensors that are kept if nothing is recomputed."""
 PARTS: frozenset[Part] = frozenset({"", "norm", "core", "inner", "out", "gate", "down"})
 NEVER: frozenset[Part] = frozenset({"never"})

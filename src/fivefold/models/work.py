@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fivefold.kernels import sizes
-from fivefold.models.operations import Matmul, Message, Operation, Part, Program, Role, Saved, Sizes
+from fivefold.models.operations import Matmul, Message, Operation, Part, Program, Role, Saved, Sizes, travel
 from fivefold.models.section import expert_capacity
 from fivefold.sharding.sequence import some_queries
 from fivefold.sharding.units import (
@@ -43,7 +43,7 @@ def block(
         norm("norm1", s, program, "input", attended[0], biased),
         *attended,
         add("add1", s, program, mask),
-        norm("norm2", s, program, "stream", mlp[0], biased),
+        norm("norm2", s, program, "attended" if program.joined else "stream", mlp[0], biased),
         *mlp,
         add("add2", s, program, mask),
     ]
@@ -60,11 +60,12 @@ def post_norm_block(
     return [
         replace(first, saved=(kept, others, *first.saved)),
         *attended[1:],
-        norm("norm1", s, program, "stream"),
+        norm("norm1", s, program, "attended" if program.joined else "stream"),
         add("add1", s, program, mask),
         replace(second, saved=(Saved("mlp input", kept_input(second, s), "stream"), *second.saved)),
-        *mlp[1:],
-        norm("norm2", s, program, "stream"),
+        *mlp[1:-1],
+        replace(mlp[-1], part="gate" if program.joined else mlp[-1].part),
+        norm("norm2", s, program, "fed" if program.joined else "stream"),
         add("add2", s, program, mask),
     ]
 
@@ -190,25 +191,29 @@ def attention(s: Sizes, program: Program, causal: bool, rotary: bool, biased: bo
     kept = Saved("qkv", s.N * s.qkv * s.e, "copied" if program.attention == "blocks" else "product")
     output = Saved("attention output", s.N * s.q * s.e, "inner")
     return [
-        region_first("qkv", s, s.qkv, biased=biased, saved=(kept,), projections=3),
+        region_first("qkv", s, program, s.qkv, None, biased, (kept,), projections=3),
         *core(s, program, causal, rotary, s.q),
-        region_last("attention out", s, s.q, "out", biased, (output,)),
+        region_last(
+            "attention out", s, program, s.q, "inner" if program.joined else "out", biased, (output,)
+        ),
     ]
 
 
 def region_first(
     name: str,
     s: Sizes,
+    program: Program,
     features: float,
     width: int | None = None,
     biased: bool = False,
     saved: tuple[Saved, ...] = (),
     part: Part = "",
+    ordered: bool = True,
     projections: int = 1,
 ) -> Operation:
     """A matmul at the beginning of a tensor-parallel region, from vectors of `width` features (None: D) to this rank's
     `features`, which are of so many projections. Its backward holds the gradient of the whole input, and that input if
-    it is gathered again."""
+    it is gathered again. ordered: attention's, which needs the tokens in order."""
     inputs, (sent, back) = width or s.model.dim, s.enter(width, projections)
     gathered = s.N * inputs * s.e * ((s.tp > 1) + s.sp_regather)
     op = Operation(
@@ -221,13 +226,20 @@ def region_first(
         part=part,
         workspace=s.N * features * s.e + gathered,
     )
-    return s.by_chunk(op)
+    return s.by_chunk(op, program, ordered)
 
 
 def region_last(
-    name: str, s: Sizes, features: float, part: Part, biased: bool = False, saved: tuple[Saved, ...] = ()
+    name: str,
+    s: Sizes,
+    program: Program,
+    features: float,
+    part: Part,
+    biased: bool = False,
+    saved: tuple[Saved, ...] = (),
+    ordered: bool = True,
 ) -> Operation:
-    """The matmul at the end of a tensor-parallel region, from this rank's features."""
+    """The matmul at the end of a tensor-parallel region, from this rank's features. ordered: as in `region_first`."""
     sent, back = s.leave()
     op = Operation(
         name,
@@ -238,7 +250,7 @@ def region_last(
         saved=saved,
         part=part,
     )
-    return s.by_chunk(op)
+    return s.by_chunk(op, program, ordered)
 
 
 def core(s: Sizes, program: Program, causal: bool, rotary: bool, value: float) -> list[Operation]:
@@ -260,17 +272,20 @@ def core(s: Sizes, program: Program, causal: bool, rotary: bool, value: float) -
     turned *= 1.0 if program.fused else ROTATED if program.eager else 3.0
     if program.attention == "plain":
         return _plain_attention(s, program, share)
+    queries, keys = (2 * N * e * tokens for tokens in s.seen.copied)
+    copied = queries * q + keys * (qkv - q)
+    copied_again = copied + 2 * queries * value  # with the output and its gradient
     saved, besides = _kept_by_attention(s, program, share)
-    if (
-        s.cp > 1 and s.cp_method == "all_gather"
-    ):  # backward has all keys and values, and fp32 sums of their gradients
-        besides += N * (qkv - q) * s.cp * (e + 4)
+    if s.cp > 1 and s.cp_method == "ulysses" and program.compiles:  # ours, on GPUs
+        saved = (*saved, Saved("attention output before its exchange", N * value * e, "inner"))
+    if s.cp > 1 and s.cp_method == "all_gather":
+        besides += N * (qkv - q) * s.cp * (e + 4)  # all keys and values, and fp32 sums of gradients
     return [
         Operation(
             "attention",
             attention=2.0 * N * T * (q + value) * share * s.seen.share,
-            forward=turned,
-            backward=turned,
+            forward=turned + copied,
+            backward=turned + copied_again,
             kernels=1 if not rotary or program.fused else 20 if program.eager else 5,
             sent_forward=forward,
             sent_backward=backward,
@@ -290,9 +305,7 @@ def query_key_norms(
     e, N, rows = s.e, s.N, (s.qkv + s.q) / 2  # features of queries and keys
     sent, back = s.sends(sums, N * vectors) if sums else ((), ())
     forward, backward, kernels = (2, 3, 2) if program.fused else (14, 24, 12)
-    if (
-        sent and program.fused
-    ):  # a message cuts each pass; and where nothing is compiled each norm is PyTorch's
+    if sent and program.fused:  # a message cuts each pass; where nothing is compiled each norm is PyTorch's
         forward, backward, kernels = (3, 5, 4) if program.compiles else (14, 24, 12)
     joined = 2 * N * s.qkv * e  # queries, keys and values are put side by side again
     kept = N * e * (rows if program.attention == "blocks" or program.eager else s.qkv)
@@ -372,9 +385,9 @@ def feed_forward(s: Sizes, program: Program, gated: bool, biased: bool) -> list[
     wide = 2 * F if gated else F
     kept = Saved("up", N * wide * e, "product")
     return [
-        region_first("up", s, wide, biased=biased, saved=(kept,), projections=1 + gated),
+        region_first("up", s, program, wide, None, biased, (kept,), ordered=False, projections=1 + gated),
         activation("", program, N * F * e, N * wide * e, gated),
-        region_last("down", s, F, "down", biased),
+        region_last("down", s, program, F, "down", biased, ordered=False),
     ]
 
 
@@ -403,11 +416,10 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
         k = E * expert_capacity(model.capacity_factor, N, k, E) / N
     routed, received, here = N * k, N * k * (s.load if s.ep > 1 else 1.0), E / s.ep
     most = max(routed, received)
-    home, home_back = (_chunked(sent, s.chunks) for sent in s.sends(ROWS, most * D))
+    home, home_back = s.sends(ROWS, most * D, s.chunks)
     there, there_back = home, home_back  # to experts: rows in forward, gradients of results in backward
     if s.dispatched:
-        narrow = replace(ROWS, number=1)
-        there, there_back = (_chunked(sent, s.chunks) for sent in s.sends(narrow, most * s.dispatched))
+        there, there_back = s.sends(replace(ROWS, number=1), most * s.dispatched, s.chunks)
     order = 2 * received * D * e if s.ep > 1 else 0.0  # rows arrive by rank; they are put in order, and back
     alone = program.compiles and not model.shared_experts  # then nothing keeps the input itself
     wide = N * D * (4 - e if alone else 4 * (e != 4))
@@ -418,6 +430,15 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
     router = Operation("router", Matmul(N, E, D, sensitive=True), 0.0, moved, moved, 8, saved=kept)
     experts = _swiglu("experts", received, F, s, program, here, s.chunks)
     shared = _swiglu("shared", N, model.shared_experts * F, s, program) if model.shared_experts else []
+    combine = Operation(
+        "combine",
+        forward=3 * routed * D * e + order,
+        backward=3 * routed * D * e + order,
+        kernels=4,
+        saved=(Saved("experts' output", routed * D * e, "fed" if program.joined else "stream"),),
+    )
+    hides = tuple(shared) if program.rows_beside else ()
+    waits, combine = travel((there, home), (there_back, home_back), hides, tuple(experts), s.chunks, combine)
     ops = [
         router,
         Operation(
@@ -430,18 +451,9 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
             saved=(Saved("routed", received * D * e, "stream"),),
         ),
         *shared,
-        *_arrival(there[:1], home_back[:1], shared if program.rows_beside else []),
+        *waits,
         *experts,
-        Operation(  # the hidden messages of both ways are with it
-            "combine",
-            forward=3 * routed * D * e + order,
-            backward=3 * routed * D * e + order,
-            kernels=4,
-            sent_forward=(*home, *there[1:]),
-            sent_backward=(*there_back, *home_back[1:]),
-            saved=(Saved("experts' output", routed * D * e, "stream"),),
-            beside=tuple(experts) if s.chunks > 1 else (),
-        ),
+        combine,
     ]
     learns = (model.balance == "aux" and model.aux_loss_weight > 0) or model.z_loss_weight > 0
     sums = [Operation("experts' sum", kernels=0, sent_forward=summed)] if summed else []
@@ -450,24 +462,6 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
     sums += [Operation("balance", kernels=0, sent_forward=total)] if total else []
     # Only if the router's own loss terms have a gradient does recomputation get this far.
     return [*ops, *(replace(op, part="" if learns else "never") for op in sums)]
-
-
-def _arrival(
-    forward: tuple[Message, ...], backward: tuple[Message, ...], shared: list[Operation]
-) -> list[Operation]:
-    """The wait for rows that travel beside the shared experts, if there are any, in forward and in backward."""
-    there, back = (tuple(replace(m, hidden=bool(shared)) for m in way) for way in (forward, backward))
-    wait = Operation("arrival", kernels=0, sent_forward=there, sent_backward=back, beside=tuple(shared))
-    return [wait] if forward else []
-
-
-def _chunked(sent: tuple[Message, ...], chunks: int) -> tuple[Message, ...]:
-    """A message cut into chunks: one of them, and the others, which overlap."""
-    if chunks == 1:
-        return sent
-    share = 1 / chunks
-    others = [replace(m, size=m.size * (1 - share), calls=chunks - 1, hidden=True) for m in sent]
-    return (*(replace(m, size=m.size * share) for m in sent), *others)
 
 
 def _swiglu(
@@ -486,5 +480,10 @@ def _swiglu(
             saved=(Saved(f"{name} up", rows * 2 * F * e, "product"),),
         ),
         activation(f"{name} ", program, rows * F * e, 2 * rows / chunks * F * e),
-        Operation(f"{name} down", Matmul(each, D, F, count, grouped=grouped), backward=added),
+        Operation(
+            f"{name} down",
+            Matmul(each, D, F, count, grouped=grouped),
+            backward=added,
+            part="gate" if program.joined and grouped else "",  # see "fed" in `Saved`
+        ),
     ]

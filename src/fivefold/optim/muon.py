@@ -27,8 +27,8 @@ def muon(g: Tensor, states: dict[str, Tensor], u: Update) -> Tensor:
 
 
 def orthogonal(g: Tensor, steps: int, dtype: object) -> Tensor:
-    """About U V^T of the singular value decomposition U S V^T of each matrix, (..., r, c): singular values between 0.7
-    and 1.2. The iteration computes in `dtype`; the result is fp32."""
+    """About U V^T of the singular value decomposition U S V^T of each matrix, (r, c) or (n, r, c): singular values
+    between 0.7 and 1.2. The iteration computes in `dtype`; the result is fp32."""
     a, b, c = QUINTIC
     tall = g.shape[-2] > g.shape[-1]
     x = g.mT if tall else g
@@ -36,8 +36,14 @@ def orthogonal(g: Tensor, steps: int, dtype: object) -> Tensor:
     x = x.to(dtype)  # pyright: ignore[reportCallIssue, reportArgumentType]
     for _ in range(steps):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        x = _plus(a, x, 1.0, _plus(b, gram, c, gram, gram), x)
     return (x.mT if tall else x).float()
+
+
+def _plus(a: float, z: Tensor, b: float, x: Tensor, y: Tensor) -> Tensor:
+    """a z + b x y. The matmul adds, without passes over memory beside it."""
+    add = z.addmm if z.dim() == 2 else z.baddbmm
+    return add(x, y, beta=a, alpha=b)
 
 
 def muon_flops(shape: Shape) -> float:

@@ -68,7 +68,7 @@ def apply(stage: LanguageModel, mesh: Mesh) -> None:
         if isinstance(core, AttentionCore):
             attention = method(core, axis, mesh.layout)
             if isinstance(attention, OverRanks):
-                cores[attention.key] = attention
+                attention.registered = (cores.setdefault(attention.key, attention),)
             stage.set_submodule(name, attention)
     operators.axes[axis.key] = axis
     stage.output = CountedLoss(stage.output, axis)
@@ -131,6 +131,9 @@ class OverRanks(ContextAttention, ABC):
 
     q (B, H, t, d), kv (2, B, K, t, d), contiguous; out and its gradient (B, t, H d); lse (B, H, t) fp32.
     """
+
+    registered: tuple[OverRanks, ...] = ()
+    """The one in `cores`, which computes the same and stays while a block lives. In a tuple: not a part of this one."""
 
     def forward(
         self,

@@ -172,9 +172,7 @@ class _Run:
         for replica in (
             one for some in self.pipeline.replicas.values() for one in some if id(one) not in seen
         ):
-            if (
-                torch.is_grad_enabled()
-            ):  # a copy of the model without microbatches: other ranks wait for its sums
+            if torch.is_grad_enabled():  # a copy without microbatches: other ranks wait for its sums
                 replica.enable_sync()
         ahead: Action | None = None
         for action in actions:

@@ -65,7 +65,9 @@ class Documents:
         if program.attention == "blocks":
             return Seen(sample.computed(B, causal, int(element_size), layout))
         if program.attention == "flash" and any_length(element_size, model.head_width):
-            return Seen(sample.in_turns(B, causal, layout), sample.seen)
+            some = B > 1 and some_queries(layout.cp, layout.cp_method)
+            copied = sample.copied(B, causal, layout) if some else (0.0, 0.0)
+            return Seen(sample.in_turns(B, causal, layout), sample.seen, copied)
         return WHOLE_SEQUENCES
 
     def line(self, model: ModelSection, layout: Layout, seen: Seen) -> str:
@@ -215,7 +217,7 @@ class Software(Program):
         return OPTIMIZERS[self.optimizer].check_traffic(one_pass) if self.checked else 0.0
 
 
-FIVEFOLD = Software(compiles=True, rows_beside=True)
+FIVEFOLD = Software(compiles=True, rows_beside=True, batch_first=True)
 """This program on GPUs."""
 FIVEFOLD_CPU = replace(
     FIVEFOLD,

@@ -42,3 +42,12 @@ def spans(gathers: bool, chunks: int) -> tuple[tuple[float, float], ...]:
         multiplied += action.what == "multiply"
         done[action] = multiplied / chunks
     return tuple((done[Action("start", chunk)], done[Action("wait", chunk)]) for chunk in range(chunks))
+
+
+def row_spans(results: bool, chunks: int, shared: float, backward: bool) -> tuple[tuple[float, float], ...]:
+    """As `spans`, of experts' rows beside the shared expert, with this share of the work, and behind it the experts; in
+    backward these come first. All rows leave at once; a chunk is waited for when experts compute it. results: these
+    leave behind their chunk, and are waited for at the end. `parallel/expert.py` does so."""
+    first = 0.0 if backward else shared
+    done = [first + (1 - shared) * chunk / chunks for chunk in range(chunks + 1)]
+    return tuple((done[i + 1], 1.0) if results else (0.0, done[i]) for i in range(chunks))

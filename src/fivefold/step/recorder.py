@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fivefold.comm.progress import Watch, progress
+from fivefold.kernels.rounded import RoundedMatmuls, round_tiles
 from fivefold.models.base import LanguageModel
-from fivefold.models.mixture import Experts
+from fivefold.models.mixture import Assignment, Experts
 from fivefold.observe.number_formats import BINS, KINDS, LOWEST, Histogram
 from fivefold.parallel.tensor import CutLinear
+from fivefold.precision.fp8 import BLOCK
 from fivefold.schedules.timelines import COMPUTE, Span, StepTimeline
 from fivefold.sharding.parts import Part, local_shape
 from fivefold.step.state import State
@@ -179,9 +181,11 @@ class Counter:
                 if part is not None and len(part.shape) == 2:
                     local = local_shape(part.computes)
                     rows, columns = local[0] < part.shape[0], local[1] < part.shape[1]
-                if isinstance(module, Experts) and self.once:
-                    self._received(module)
-                elif columns or self.once:
+                if isinstance(module, Experts):
+                    if self.once:
+                        self._routed(module)
+                    continue
+                if columns or self.once:
                     hooks.append(module.register_forward_pre_hook(self._input))
                 if rows or self.once:
                     hooks.append(module.register_forward_hook(self._output))
@@ -190,16 +194,27 @@ class Counter:
         if self.forward and torch.is_grad_enabled():
             self._count("activations", inputs[0])
 
-    def _received(self, experts: Experts) -> None:
-        """Counts the rows that this rank's experts compute: those that the ranks send."""
-        compute = experts.compute
+    def _routed(self, experts: Experts) -> None:
+        """Counts rows that are sent to experts, as they arrive, and the gradients of their results. Rows that fill up
+        messages or matmuls are nobody's numbers."""
+        exchange, begin, latest = experts.exchange, experts.exchange.begin, list[Tensor]()
 
-        def counted(rows_MD: Tensor, counts_E: Tensor) -> Tensor:
-            self._input(experts, (rows_MD,))
-            return compute(rows_MD, counts_E)
+        def counted(x_ND: Tensor, way: Assignment, how: RoundedMatmuls | None = None) -> Any:
+            latest[:] = [way.order_M < way.place_NK.numel()]
+            rows = x_ND.detach()[way.tokens_M[latest[0]]]
+            if how is not None and how.inputs is not None:
+                rows = round_tiles(rows, 1, BLOCK, how.inputs)
+            self._input(experts, (rows,))
+            return begin(x_ND, way, how)
 
-        experts.compute = counted
-        self.eager.callback(setattr, experts, "compute", compute)
+        def returned(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            own = latest[0]
+            if self.forward and output.requires_grad:
+                output.register_hook(lambda grad: self._count("activation gradients", grad[own]))
+
+        exchange.begin = counted
+        self.eager.callback(setattr, exchange, "begin", begin)
+        self._handles.append(experts.register_forward_hook(returned))
 
     def _output(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         if self.forward and output.requires_grad:

@@ -16,11 +16,6 @@ import torch
 from fivefold.files import cache_folder, make_folder, write_atomically
 
 LOSS, ROUNDING, COMBINE = "loss", "fp8 rounding", "combine"
-KERNELS = {
-    LOSS: "the output layer and its cross-entropy without logits in memory",
-    ROUNDING: "numbers of 8 bits, their scales and their transpose in one pass",
-    COMBINE: "the sum of experts' rows for each token, and its gradients",
-}
 CLEARLY = 1.05
 """PyTorch's own has to take this many times as long, at every shape that was measured in a dtype."""
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fivefold.models.card import layer_norm, linear, under
 from fivefold.models.gpt2 import card as gpt2
+from fivefold.models.operations import Operation, Program, Sizes
 from fivefold.sharding.parts import Shape
 
 TOKEN_TYPES = 2  # sentence A and B of the original; only A (0) is used, but both are kept for weight exchange
@@ -20,6 +22,12 @@ class Card(gpt2.Card):
 
     def defaults(self) -> dict[str, Any]:
         return super().defaults() | {"norm_eps": 1e-12}
+
+    def block_operations(self, s: Sizes, program: Program, mixed: bool = False) -> list[Operation]:
+        """As many as GPT-2's, which move and keep as much. Recomputation leaves norms behind sublayers alone."""
+        ops = super().block_operations(s, program, mixed)
+        norms = {op: (op.saved[0], replace(op.saved[1], role="stream")) for op in ops if op.part == "norm"}
+        return [replace(op, part="", saved=norms[op]) if op in norms else op for op in ops]
 
     def table(self) -> dict[str, Shape]:
         V, D, T = self.model.vocab_size or 0, self.model.dim, self.model.seq_len

@@ -126,13 +126,16 @@ class Card(moe.Card):
         moved = written + 2 * N * (H + 1) * w.rope * e * (work.ROTATED - 1) * program.eager
         cut = 0.0 if value == H * w.value else N * (value + H * w.value) * e  # values lose their padding
         held = [Saved("attention output", N * H * w.value * e, "inner")]
-        if cut and (not blocks or some_queries(s.cp, s.cp_method)):  # these keep their own result
+        exchanged = s.cp > 1 and not some_queries(s.cp, s.cp_method) and program.compiles  # see `work.core`
+        if cut and not exchanged and (not blocks or some_queries(s.cp, s.cp_method)):
             held.append(Saved("padded output", N * value * e, "inner"))
-        out = work.region_last("attention out", s, H * w.value, "out", saved=tuple(held))
+        out = work.region_last(
+            "attention out", s, program, H * w.value, "inner" if program.joined else "out", saved=tuple(held)
+        )
         return [
             *self._latents(s, program),
-            work.region_first("query up", s, H * w.query, w.query_rank or s.model.dim, part="inner"),
-            work.region_first("key-value up", s, H * w.key_value, w.kv_rank, part="inner"),
+            work.region_first("query up", s, program, H * w.query, w.query_rank or s.model.dim, part="inner"),
+            work.region_first("key-value up", s, program, H * w.key_value, w.kv_rank, part="inner"),
             Operation(
                 "heads",
                 forward=moved,

@@ -19,7 +19,7 @@ from fivefold.plan.messages.communication import exposed, held
 from fivefold.plan.setting import Setting
 from fivefold.precision import MASTER
 from fivefold.schedules import timelines
-from fivefold.schedules.chunks import spans
+from fivefold.schedules.chunks import row_spans, spans
 from fivefold.schedules.ring_attention import messages
 from fivefold.sharding.sequence import some_queries
 from fivefold.sharding.units import ROWS
@@ -158,7 +158,7 @@ class Cost(NamedTuple):  # not a dataclass, because a search makes millions
 def message(sent: Message, s: Setting, backward: bool) -> float:
     """Seconds of a message without overlap, in its calls if it is hidden or chunked."""
     if sent.hidden or sent.chunked:
-        once = replace(sent, size=sent.size / sent.calls, hidden=False, chunked=False)
+        once = replace(sent, size=sent.size / sent.calls, hidden=False, chunked="")
         return sent.calls * message(once, s, backward)
     among = s.group(sent.axis)
     if sent.what == "ring":
@@ -177,9 +177,7 @@ def operation(op: Operation, s: Setting) -> Cost:
     device, e, dtype = s.cluster.device, s.sizes.e, s.dtype
     gap = 0.0 if device.measured else op.kernels * s.software.kernel  # or measured, of a whole block
     parts = s.layout.cp if some_queries(s.layout.cp, s.layout.cp_method) else 1
-    within = bool(
-        device.measured and op.attention and parts == 1
-    )  # what attention moves was measured with it
+    within = bool(device.measured and op.attention and parts == 1)  # what it moves was measured with it
     forward = gap + (0.0 if within else stream(op.forward, device, op.rate, dtype))
     forward += random(op.random, device, dtype)
     inputs = gap + (0.0 if within else stream(op.backward, device, op.rate, dtype, True))
@@ -205,45 +203,50 @@ def operation(op: Operation, s: Setting) -> Cost:
             for seconds, backward in ((forward, False), (inputs, True))
         )
     ahead, back = forward, inputs  # seconds that hide messages
-    if op.beside:
-        ahead, back = (beside(op, s, backward) for backward in (False, True))
-    sent_forward = _exposed(op.sent_forward, ahead, s, False) if op.sent_forward else 0.0
-    sent_backward = _exposed(op.sent_backward, back, s, True) if op.sent_backward else 0.0
+    first = last = 0.0  # their share that is done before the rest is cut into chunks
+    if op.beside or op.behind:
+        (ahead, first), (back, last) = (beside(op, s, backward) for backward in (False, True))
+    sent_forward = _exposed(op.sent_forward, ahead, s, False, first) if op.sent_forward else 0.0
+    sent_backward = _exposed(op.sent_backward, back, s, True, last) if op.sent_backward else 0.0
     rows_forward = rows_backward = 0.0
     if s.layout.ep > 1:
-        rows_forward = _exposed([m for m in op.sent_forward if m.axis == ROWS.axis], ahead, s, False)
-        rows_backward = _exposed([m for m in op.sent_backward if m.axis == ROWS.axis], back, s, True)
+        rows_forward = _exposed([m for m in op.sent_forward if m.axis == ROWS.axis], ahead, s, False, first)
+        rows_backward = _exposed([m for m in op.sent_backward if m.axis == ROWS.axis], back, s, True, last)
     forward, inputs = forward + sent_forward, inputs + sent_backward
     return Cost(forward, inputs, weight, sent_forward, sent_backward, rows_forward, rows_backward)
 
 
-def beside(op: Operation, s: Setting, backward: bool) -> float:
-    """Seconds of the operations that hide an operation's messages (`op.beside`). A split backward computes weight
-    gradients of linear layers later, in W, but those of experts at once."""
-    seconds = 0.0
-    for one in op.beside:
-        price, deferred = (
-            operation(one, s),
-            s.layout.splits_backward and not (one.matmul and one.matmul.grouped),
-        )
-        seconds += price.input + price.weight * (not deferred) if backward else price.forward
-    return seconds
+def beside(op: Operation, s: Setting, backward: bool) -> tuple[float, float]:
+    """Seconds of the operations that hide an operation's messages, and the share of `op.beside` in them. A split
+    backward computes weight gradients of linear layers later, in W, but those of experts at once."""
+
+    def seconds(one: Operation) -> float:
+        price, deferred = operation(one, s), s.layout.splits_backward
+        late = deferred and not (one.matmul and one.matmul.grouped)
+        return price.input + price.weight * (not late) if backward else price.forward
+
+    first, rest = (sum(map(seconds, ops)) for ops in (op.beside, op.behind))
+    return first + rest, first / (first + rest)
 
 
-def parts_beside(one: Message, s: Setting, backward: bool) -> tuple[tuple[float, float], ...]:
+def parts_beside(
+    one: Message, s: Setting, backward: bool, first: float = 0.0
+) -> tuple[tuple[float, float], ...]:
     """Of each equal part of a message that overlaps with its operation: the shares of that which are done when it
-    starts, and when it is waited for."""
-    if one.chunked:
+    starts, and when it is waited for. first: see `beside`."""
+    if one.chunked == "product":
         return spans(one.what == "all_gather", one.calls)
+    if one.chunked:
+        return row_spans(one.chunked == "results", one.calls, first, backward)
     turns = len(messages(s.layout.cp, 0, s.card.causal, backward)) if one.what == "ring" else 1
     return tuple((turn / turns, (turn + 1) / turns) for turn in range(turns))
 
 
-def _exposed(sent: Sequence[Message], work: float, s: Setting, backward: bool) -> float:
+def _exposed(sent: Sequence[Message], work: float, s: Setting, backward: bool, first: float = 0.0) -> float:
     if any(one.chunked for one in sent):
         queued = []
         for one in sent:
-            places, holds = parts_beside(one, s, backward), held(1.0, s.group(one.axis), s.cluster)
+            places, holds = parts_beside(one, s, backward, first), held(1.0, s.group(one.axis), s.cluster)
             each = message(one, s, backward) / len(places)
             queued += [
                 timelines.Message(one.axis, "", each, work * a, work * b, "", holds) for a, b in places

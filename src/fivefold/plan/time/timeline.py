@@ -192,18 +192,19 @@ class _Step:
         """Adds the messages of an operation that is just computed: hidden ones beside it, others behind it. Those that
         other operations hide (`op.beside`) run beside these: in forward they come before it, in backward behind it."""
         sent = op.sent_backward if backward else op.sent_forward
-        first, last = began, self.done
-        if op.beside:
-            wide = cost.beside(op, self.s, backward) * self.slower
+        first, last, share = began, self.done, 0.0
+        if op.beside or op.behind:
+            wide, share = cost.beside(op, self.s, backward)
+            wide *= self.slower
             first, last = (self.done, self.done + wide) if backward else (began - wide, began)
         for one in sorted(sent, key=lambda one: one.hidden == (bool(op.beside) and backward)):
             seconds, name = scale * cost.message(one, self.s, backward), str(one.what)
-            places = cost.parts_beside(one, self.s, backward)
+            places = cost.parts_beside(one, self.s, backward, share)
             for turn, (ready, needed) in enumerate(places, 1):
                 at = first + (last - first) * ready, first + (last - first) * needed
                 if len(places) > 1:
                     name = f"turn {turn}" if one.what == "ring" else f"{one.what}, {turn} of {len(places)}"
-                overlaps = one.hidden or one.chunked
+                overlaps = one.hidden or bool(one.chunked)
                 self._add(one.axis, f"{name}, {during}", seconds / len(places), at if overlaps else None)
 
     def _zero(
