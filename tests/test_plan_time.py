@@ -20,6 +20,7 @@ from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.updater import Updater
 from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.memory import model_states
 from fivefold.plan.messages import communication, volume
 from fivefold.plan.messages.communication import collective, group
@@ -101,7 +102,8 @@ def test_ways_of_tensor_parallelism() -> None:
     layout = Layout(dp_shard=2, tp=4, sp=True, zero=3)
 
     def block(**way: Any) -> tuple[int, float, float]:
-        s = llama_setting(layout, replace(FIVEFOLD, loss="plain", tensor=TensorWay(**way)), B=8)
+        software = replace(FIVEFOLD, loss="plain", batch_first=False, tensor=TensorWay(**way))
+        s = llama_setting(layout, software, B=8)
         ops = s.work.block[s.kind(False, "none")]
         gathers = sum(m.what == "all_gather" for op in ops for m in (*op.sent_forward, *op.sent_backward))
         return gathers, sum(op.forward for op in ops), time.step(s).seconds
@@ -142,6 +144,12 @@ def test_the_slowest_of_many() -> None:
     assert 1 < cost.slowest(8, 0.015) < cost.slowest(128, 0.015) < cost.slowest(16384, 0.015) < 1.07
 
 
+def alone(name: str) -> Cluster:
+    """The cluster without contention: a hidden message costs nothing."""
+    cluster = parse(name)
+    return replace(cluster, device=replace(cluster.device, contended=0.0))
+
+
 def llama(layout: Layout, microbatches: int = 16, software: Software = FIVEFOLD) -> time.Step:
     return time.step(llama_setting(layout, software, microbatches))
 
@@ -168,8 +176,10 @@ def test_many_microbatches_as_if_all_were_simulated() -> None:
 
 def test_overlap_hides_messages() -> None:
     layout = Layout(dp_shard=64, zero=3)
-    hidden = llama(layout, 4)
-    shown = llama(layout, 4, replace(FIVEFOLD, overlap_data=False))
+    hidden, shown = (
+        time.step(replace(llama_setting(layout, each, 4), cluster=alone("h100:64")))
+        for each in (FIVEFOLD, replace(FIVEFOLD, overlap_data=False))
+    )
     assert hidden.exposed["model"] < 0.1 * shown.exposed["model"]
     assert hidden.seconds < shown.seconds
 
@@ -245,7 +255,7 @@ def with_experts(
         expert_ffn_dim=F,
         shared_experts=shared,
     )
-    s = setting(resolve_model(section, vocab_size=32000), layout, parse("h100:4x8"), 4, microbatches)
+    s = setting(resolve_model(section, vocab_size=32000), layout, alone("h100:4x8"), 4, microbatches)
     return s, {op.name: op for op in s.last_block}
 
 

@@ -263,7 +263,7 @@ def nanotron_setting(row: Row, model: ModelSection, cluster: Cluster) -> Setting
 def nanotron(folder: Path) -> Result:
     """1117 runs of 1B and 3B on 1 to 64 nodes: how the planner orders the layouts of a model and a number of nodes."""
     h100 = parse("h100")
-    cluster = replace(h100, device=replace(h100.device, matmul=FITTED["matmul"]))
+    cluster = replace(h100, device=replace(h100.device, matmul=FITTED["matmul"], contended=0.0))
     rows = [
         row
         for row in read(folder, "nanotron_ultrascale_1b_3b.csv")
