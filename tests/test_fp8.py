@@ -9,11 +9,13 @@ from unittest import mock
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from layouts import MOE, compared, side, tiny
 from marks import only, slow
 from parity import joined, steps
 from ranks import run_ranks
 from runs import assert_same_tensors, lines, ranks_of, train_rank
+from torch._dynamo.backends.common import aot_autograd
 
 from fivefold.comm import everyone
 from fivefold.data import prepare
@@ -439,6 +441,85 @@ def test_weights_are_rounded_once_per_step(
     assert found["validation"] == wanted["validation"]
     for key in ("gradients", "weights"):
         assert_same_tensors(joined([found], key), joined([wanted], key))
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_what_shares_a_tensor_shares_its_rounding(
+    scaling: str, room: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries, keys and values are one product, and so are gate and up: forward rounds their input once. Backward
+    rounds a gradient once for both of its products if a whole tensor shares the scale. To the same bits."""
+    recipe = change(tiny(room, "dp=1", mode="fp8"), [f"precision.fp8_scaling={scaling}"])
+    state, found = build_state(resolve(recipe, vocab_size=256), ranks_of(0, 1)), list[str]()
+    (stage,), plain = state.parallel.stages, RoundedMatmuls.round
+
+    def counted(how: RoundedMatmuls, x: torch.Tensor, form: Format | None = None, weight: bool = False):
+        found.append((form or how.inputs).name)
+        return plain(how, x, form, weight)
+
+    monkeypatch.setattr(RoundedMatmuls, "round", counted)
+    tokens, layers = torch.arange(32).view(2, 16), 4 * 4  # blocks; qkv, out, gate and up, down
+
+    def gradients() -> list[torch.Tensor]:
+        found.clear()
+        loss = stage(tokens, tokens)
+        assert found == layers * [E4M3.name]
+        return list(torch.autograd.grad(loss, list(stage.parameters())))
+
+    shared = gradients()
+    assert found.count(E4M3.name) == 2 * layers
+    assert found.count(E5M2.name) == (1 if scaling == "tensor" else 2) * layers
+    monkeypatch.setattr(RoundedMatmuls, "both", lambda how, x, form: x)
+    assert all(map(torch.equal, shared, gradients()))
+    assert found.count(E5M2.name) == 2 * layers
+    state.parallel.close()
+
+
+def test_8_bits_are_rounded_once_for_both_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that multiplies them: weight and input in forward; weight, input and gradient in backward."""
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"):
+        pytest.skip(f"torch {torch.__version__} multiplies fp8 on GPUs only")
+    how, encoded, plain = Fp8(E5M2, scaling="tensor"), list[torch.Size](), encode
+    monkeypatch.setattr(Fp8, "multiplies", lambda *_: True)
+    monkeypatch.setattr(fp8, "encode", lambda x, *rest: encoded.append(x.shape) or plain(x, *rest))
+    x, w, dy = numbers(2, 80, 192), numbers(144, 192, seed=1), numbers(2, 80, 144, seed=2)
+    inputs = x.requires_grad_(), w.requires_grad_()
+    shared = torch.autograd.grad(matmul.linear(x, w, None, how), inputs, dy)
+    assert encoded == [(144, 192), (160, 192), (160, 144), (192, 144), (160, 192)]
+    monkeypatch.setattr(RoundedMatmuls, "both", lambda how, x, form: x)
+    apart = torch.autograd.grad(matmul.linear(x, w, None, how), inputs, dy)
+    assert len(encoded) == 5 + 6
+    assert all(map(torch.equal, shared, apart))
+
+
+def test_compiled_blocks_round_what_shares_a_tensor_once() -> None:
+    """The whole joint graph of forward and backward: a compiler sees that an input is rounded twice, and does it once;
+    not with other scales, whose tiles of an input and of its transpose differ."""
+    found = dict[str, int]()
+
+    def compiler(way: str) -> Any:
+        def count(graph: torch.fx.GraphModule, _: Any) -> Any:
+            found[way] = sum(node.target is torch.ops.aten.amax.default for node in graph.graph.nodes)
+            return make_boxed_func(graph.forward)
+
+        return count
+
+    for scaling, rounded_ in (("tensor", (2, 2)), ("block", (2, 6))):
+        how, x = Fp8(E5M2, scaling=scaling), torch.randn(2, 128, 256).bfloat16().requires_grad_()
+        first, second = (
+            torch.randn(*shape).bfloat16().requires_grad_() for shape in ((384, 256), (256, 384))
+        )
+        ways = [replace(how, kept=(how.keep(weight.detach()),)) for weight in (first, second)]
+
+        def layers(x: torch.Tensor, one: Any, two: Any, ways: Any = ways) -> torch.Tensor:
+            inner = torch.nn.functional.silu(matmul.linear(x.sin(), one, None, ways[0]))
+            return matmul.linear(inner, two, None, ways[1])
+
+        backend = aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"),
+                               partition_fn=min_cut_rematerialization_partition)  # fmt: skip
+        torch._dynamo.reset()
+        torch.compile(layers, backend=backend)(x, first, second).sum().backward()
+        assert (found["forward"], found["backward"]) == rounded_
 
 
 def test_a_skipped_update_changes_no_rounded_weight(room: Path) -> None:

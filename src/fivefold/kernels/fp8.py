@@ -22,7 +22,7 @@ from torch import Tensor
 from fivefold.kernels import native
 from fivefold.kernels.gpu import registry
 from fivefold.kernels.private import scaled_grouped_mm, scaled_mm
-from fivefold.kernels.rounded import E4M3, Encoded, Factor, Kept, RoundedMatmuls, encode_tiles
+from fivefold.kernels.rounded import E4M3, Encoded, Factor, Kept, RoundedMatmuls, Rows, encode_tiles
 from fivefold.precision import PRECISIONS
 from fivefold.precision.formats import Format
 from fivefold.precision.fp8 import BLOCK, GRADIENTS, row_bytes
@@ -79,26 +79,36 @@ class Fp8(RoundedMatmuls):
             return Factor(b8, scale.t())
         return Factor(b8, scale.repeat_interleave(len(b) // len(scale), 0).t().contiguous())
 
-    def grouped_product(self, a: Tensor, b: Factor, form: Format, ends: Tensor) -> Tensor:
-        if b.scale is None:
-            return super().grouped_product(a, b, form, ends)
-        a8, scale = encode(a, 1, a.shape[1], form)
-        return scaled_grouped_mm(a8, b.numbers.mT, scale[:, 0], b.scale, ends, a.dtype)
+    def first(self, a: Tensor, form: Format) -> Factor:
+        return self.encoded(a, form) if self.multiplies(a) else super().first(a, form)
 
-    def product(self, a: Tensor, b: Tensor | Factor, form: Format, weight: bool = False) -> Tensor:
-        b = b if isinstance(b, Factor) else self.factor(b, weight)
-        narrow = b.scale is not None and self.multiplies(b.numbers)
-        return self.multiply(a, b, form) if narrow else super().product(a, b, form)
-
-    def multiply(self, a: Tensor, b: Factor, form: Format) -> Tensor:
-        """`product` by the device's matmul of fp8, summed in fp32 rather than with the fewer bits of fast sums."""
-        a8, scale = encode(a, *self.tile(a.shape), form)
+    def encoded(self, a: Tensor, form: Format) -> Factor:
+        """A first factor in 8 bits, with its scales as PyTorch's matmul takes them."""
+        numbers, scale = encode(a, *self.tile(a.shape), form)
         if self.scaling == "tensor":
             scale = scale.view(())
         elif self.scaling == "block":  # one for each row and 128 columns, column by column
             scale = scale.t().contiguous().t()
+        return Factor(numbers, scale)
+
+    def grouped_product(self, a: Rows, b: Factor, form: Format, ends: Tensor) -> Tensor:
+        if b.scale is None or isinstance(a, Factor):
+            return super().grouped_product(a, b, form, ends)
+        a8, scale = encode(a, 1, a.shape[1], form)
+        return scaled_grouped_mm(a8, b.numbers.mT, scale[:, 0], b.scale, ends, a.dtype)
+
+    def product(self, a: Rows, b: Rows, form: Format, weight: bool = False) -> Tensor:
+        b = b if isinstance(b, Factor) else self.factor(b, weight)
+        emulated = b.scale is None or (isinstance(a, Factor) and a.scale is None)
+        narrow = not emulated and self.multiplies(b.numbers)
+        return self.multiply(a, b, form) if narrow else super().product(a, b, form)
+
+    def multiply(self, a: Rows, b: Factor, form: Format) -> Tensor:
+        """`product` by the device's matmul of fp8, summed in fp32 rather than with the fewer bits of fast sums."""
+        one = a if isinstance(a, Factor) else self.encoded(a, form)
+        assert one.scale is not None
         assert b.scale is not None
-        return scaled_mm(a8, b.numbers.contiguous().t(), scale, b.scale, a.dtype)
+        return scaled_mm(one.numbers.contiguous(), b.numbers.contiguous().t(), one.scale, b.scale, a.dtype)
 
 
 class KeptFp8(Fp8):

@@ -21,7 +21,7 @@ from fivefold.optim import OPTIMIZERS
 from fivefold.plan.cluster.devices import Cluster, Device
 from fivefold.plan.messages.communication import Group, group
 from fivefold.precision import DTYPES, MASTER, PRECISIONS, chosen
-from fivefold.precision.fp8 import row_bytes
+from fivefold.precision.fp8 import SCALINGS, row_bytes, scaling
 from fivefold.recipe import Recipe
 from fivefold.schedules.pipeline import DEFAULT, Schedule, stages_per_rank
 from fivefold.sharding.layout import Layout
@@ -187,7 +187,7 @@ class Software(Program):
     optimizer_passes: how often an unfused optimizer reads and writes its memory. optimizer: its name in the registry.
     estimates: forwards and backwards per step that only estimate the curvature.
     checked: each update is checked by the largest weight (step/step.py). fp8_dispatch: rows travel to experts
-    in 8 bits.
+    in 8 bits. fp8_scaling: the recipe's.
     documents: those that attention does not cross; None: sequences are whole.
     """
 
@@ -207,6 +207,7 @@ class Software(Program):
     estimates: float = 0.0
     checked: bool = True
     fp8_dispatch: bool = False
+    fp8_scaling: str = SCALINGS[0]
     documents: Documents | None = None
     states: dict[str, States] = field(default_factory=lambda: {name: own_states(name) for name in PRECISIONS})
 
@@ -267,6 +268,11 @@ class Setting:
     def states(self) -> States:
         """Bytes per parameter."""
         return self.software.states[self.mode]
+
+    @property
+    def fp8_scaling(self) -> str:
+        """What shares a scale in this mode; "": it is none of fp8."""
+        return scaling(PRECISIONS[self.mode], self.software.fp8_scaling)
 
     @cached_property
     def rounded_once(self) -> tuple[bool, bool]:

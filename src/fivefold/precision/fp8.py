@@ -14,12 +14,19 @@ from fivefold.precision.formats import FORMATS
 
 SCALINGS = ("block", "row", "tensor")
 """`precision.fp8_scaling`."""
+WHOLE = "tensor"
+"""The one whose scales are those of whole tensors: a tensor is rounded once for all of its products."""
 ALONG = "row"
 """The one whose scales are along each matmul's own sum (`Mode.along`)."""
 GRADIENTS = {"e5m2": FORMATS["fp8 e5m2"], "e4m3": FORMATS["fp8 e4m3"]}
 """`precision.fp8_backward`."""
 BLOCK = 128
 """Numbers along a side of a block."""
+
+
+def scaling(mode: Mode, fp8_scaling: str) -> str:
+    """What shares a scale in a mode; "": it scales no tiles as these modes do. fp8_scaling: the recipe's."""
+    return WHOLE if mode.weight else fp8_scaling if "fp8_scaling" in mode.fields else ""
 
 
 def row_bytes(features: int) -> int:
