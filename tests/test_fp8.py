@@ -469,7 +469,7 @@ def test_what_shares_a_tensor_shares_its_rounding(
     shared = gradients()
     assert found.count(E4M3.name) == 2 * layers
     assert found.count(E5M2.name) == (1 if scaling == "tensor" else 2) * layers
-    monkeypatch.setattr(RoundedMatmuls, "both", lambda how, x, form: x)
+    monkeypatch.setattr(RoundedMatmuls, "both", lambda how, x, form=None: x)
     assert all(map(torch.equal, shared, gradients()))
     assert found.count(E5M2.name) == 2 * layers
     state.parallel.close()
@@ -486,7 +486,7 @@ def test_8_bits_are_rounded_once_for_both_products(monkeypatch: pytest.MonkeyPat
     inputs = x.requires_grad_(), w.requires_grad_()
     shared = torch.autograd.grad(matmul.linear(x, w, None, how), inputs, dy)
     assert encoded == [(144, 192), (160, 192), (160, 144), (192, 144), (160, 192)]
-    monkeypatch.setattr(RoundedMatmuls, "both", lambda how, x, form: x)
+    monkeypatch.setattr(RoundedMatmuls, "both", lambda how, x, form=None: x)
     apart = torch.autograd.grad(matmul.linear(x, w, None, how), inputs, dy)
     assert len(encoded) == 5 + 6
     assert all(map(torch.equal, shared, apart))

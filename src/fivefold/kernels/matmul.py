@@ -61,11 +61,6 @@ def linear(
     return _Linear.apply(kept, x.detach(), weight.detach(), None if bias is None else bias.detach(), rounded)
 
 
-def for_both(dy: Tensor, rounded: RoundedMatmuls | None) -> Any:
-    """dy (..., F) for both of the gradients below: rounded, if one rounding serves both (`RoundedMatmuls.both`)."""
-    return dy if rounded is None else rounded.both(dy, rounded.gradients)
-
-
 def input_gradient(dy: Any, weight: Tensor, rounded: RoundedMatmuls | None = None) -> Tensor:
     """dy @ weight. dy (..., F), weight (F, D) -> (..., D)."""
     if rounded is not None:
@@ -154,7 +149,7 @@ class _Kept(Function):
     def backward(ctx: Any, *grads: Tensor):
         (x, weight), dy = ctx.saved_tensors, grads[0]
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        both = for_both(dy, ctx.rounded)
+        both = ctx.rounded.both(dy) if ctx.rounded else dy
         dx = input_gradient(both, weight, ctx.rounded) if needs_x else None
         dweight = weight_gradient(both, x, ctx.rounded) if needs_weight else None
         return dx, dweight, dy.flatten(0, -2).sum(0) if needs_bias else None, None

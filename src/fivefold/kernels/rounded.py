@@ -114,18 +114,18 @@ class RoundedMatmuls(ABC):
 
     def weight_gradient(self, dy: Rows, x: Tensor) -> Tensor:
         """dy.T @ x, summed over all leading dims. dy (..., F), x (..., D) -> (F, D)."""
-        both = self.both(dy, self.gradients), self.both(x, self.inputs)
+        both = self.both(dy), self.both(x, self.inputs)
         return self.product(*(rows.flatten(0, -2).t() for rows in both), self.gradients)
 
-    def both(self, x: Rows, form: Format) -> Rows:
-        """x (..., D), rounded to a format here if one rounding serves both of its products, along D and along the rows.
-        Else x itself, and each product rounds it. A compiled block rounds an input once, in forward."""
+    def both(self, x: Rows, form: Format | None = None) -> Rows:
+        """x (..., D), rounded to a format (None: that of gradients) if one rounding serves both of its products, along
+        D and along the rows. Else x itself, and each product rounds it."""
         if isinstance(x, Factor):
             return x
         flat = x.reshape(-1, x.shape[-1])  # as in forward: a compiler sees that it is the same
         if self.tile(flat.shape) != self.tile(flat.mT.shape)[::-1]:
             return x
-        one = self.first(flat, form)
+        one = self.first(flat, form or self.gradients)
         return replace(one, numbers=one.numbers.view(x.shape), dtype=x.dtype)
 
     def first(self, a: Tensor, form: Format) -> Factor:
@@ -191,7 +191,7 @@ class RoundedMatmuls(ABC):
 
     def grouped_weight_gradient(self, dy: Rows, rows: Tensor, ends: Tensor) -> Tensor:
         """dy (M, F), rows (M, D) -> (E, F, D). A tile may have rows of two experts."""
-        dy, x = self.both(dy, self.gradients).t(), self.both(rows, self.inputs).t()
+        dy, x = self.both(dy).t(), self.both(rows, self.inputs).t()
         return F.grouped_mm(self.emulated(dy, self.gradients), self.emulated(x, self.inputs).t(), offs=ends)
 
     def round(self, x: Tensor, form: Format | None = None, weight: bool = False) -> Tensor:

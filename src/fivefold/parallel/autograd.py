@@ -89,16 +89,12 @@ class TensorAxis:
         return lambda *behind: self._joined([wait(*behind)])
 
     def gather(
-        self,
-        x: Tensor,
-        product: Callable[[Tensor], Tensor],
-        again: bool = False,
-        ready: Callable[[Tensor], Any] = lambda whole: whole,
-    ) -> tuple[Any, Tensor]:
+        self, x: Tensor, product: Callable[[Tensor], Tensor], again: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Makes this rank's piece (B, t, D) whole, and multiplies it: what arrives, and the product, as a region has
-        them. again: the piece instead of what arrives. ready: what becomes of that before one product takes it."""
+        them. again: the piece instead of what arrives."""
         if self.chunks == 1:
-            whole = ready(self.start_whole(x)())
+            whole = self.start_whole(x)()
             return x if again else whole, product(whole)
         leaving = x.unflatten(1, (self.chunks, -1)).unbind(1)
         waits: list[Wait] = []
@@ -310,22 +306,18 @@ class LinearFunction(Function):
             once = ctx.rounded and ctx.rounded.once(weight, True)
             return lambda dy: matmul.input_gradient(dy, weight, once)
 
-        def ready(dy: Tensor) -> Any:
-            return matmul.for_both(dy, ctx.rounded)
-
         dy, dx, dweight, total = dpiece, None, None, None
         if enters:  # the sum overlaps with the gradients that need no communication
             whole = enters.start(AGAIN[enters.regather], x, dy)
-            dy = ready(dy) if enters.chunks == 1 else dy
+            dy = ctx.rounded.both(dy) if ctx.rounded and enters.chunks == 1 else dy
             products, total = enters.scatter(dy, product())
             x = whole(*products)
-        elif leaves and ctx.needs_input_grad[0]:
-            dy, dx = leaves.gather(dpiece, product(), ready=ready)
-        elif leaves:  # other ranks expect a message
-            dy = leaves.start_whole(dpiece)()
-        elif ctx.needs_input_grad[0]:
-            dy = ready(dy)
-            dx = product()(dy)
+        elif leaves and leaves.chunks > 1 and ctx.needs_input_grad[0]:
+            dy, dx = leaves.gather(dpiece, product())
+        else:
+            dy = leaves.start_whole(dpiece)() if leaves else dpiece  # even if only other ranks need it
+            dy = ctx.rounded.both(dy) if ctx.rounded else dy
+            dx = product()(dy) if ctx.needs_input_grad[0] else None
         if ctx.needs_input_grad[1]:
             dweight = weight_gradient(ctx.deferred, weight, dy, x, ctx.rounded)
         dbias = dpiece.flatten(0, -2).sum(0) if ctx.has_bias else None
