@@ -1,6 +1,7 @@
 """Training in fp8: rounding and matmuls, the self-test, layouts against one process."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,23 +16,29 @@ from marks import only, slow
 from parity import joined, steps
 from ranks import run_ranks
 from runs import assert_same_tensors, lines, ranks_of, train_rank
+from steps import counted, planned
 from torch._dynamo.backends.common import aot_autograd
 
+from fivefold.comm import axis as comm_axis
 from fivefold.comm import everyone
 from fivefold.data import prepare
 from fivefold.errors import UserError
 from fivefold.kernels import fp8, matmul, native, rounded
-from fivefold.kernels.fp8 import Fp8, decode_rows, encode, encode_rows
+from fivefold.kernels.fp8 import Fp8, NarrowRows, decode_rows, encode, encode_rows
 from fivefold.kernels.rounded import E4M3, RoundedMatmuls, round_tiles, rounded_matmuls
-from fivefold.models.base import init_part
+from fivefold.models.base import build, init_part
+from fivefold.models.card import card_of
 from fivefold.models.mixture import grouped_linear
 from fivefold.optim import OPTIMIZERS
 from fivefold.parallel import parallelize as parallelize_
 from fivefold.parallel.parallelize import rounded_layers
+from fivefold.plan.messages import volume
 from fivefold.precision import PRECISIONS
 from fivefold.precision.formats import FORMATS, Format
 from fivefold.precision.fp8 import SCALINGS, row_bytes
 from fivefold.recipe import Recipe, change, load, resolve
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.units import FsdpUnit
 from fivefold.step.state import build_state
 from fivefold.train.self_test import fall_back, self_test
 from fivefold.train.share import batches_of
@@ -176,6 +183,38 @@ def test_rows_travel_in_8_bits(form: Format) -> None:
         sent = encode_rows(x, form)
         assert sent.shape == (M, D + 8 - 4 * (D == 128)) == (M, row_bytes(D))
         assert torch.equal(decode_rows(sent, D, form, x.dtype), round_tiles(x, 1, 128, form) if M else x)
+
+
+def test_rows_are_gathered_in_8_bits() -> None:
+    """Of each rank: exactly what a whole weight is rounded to, in messages of the size that the plan has."""
+    whole = {
+        "norm": numbers(70),
+        "down": numbers(256, 384),
+        "experts": numbers(4, 128, 256),
+        "out": numbers(96, 40),
+    }
+    for scaling, narrow in (("block", {"down", "experts"}), ("tensor", {"down", "out"})):
+        parts = {name: torch.stack(weight.chunk(2)) for name, weight in whole.items()}
+        pieces = tuple(tuple(part.shape[1:]) for part in parts.values())
+        unit = FsdpUnit(0, "", "shard", tuple(parts), pieces, 0, 0, ())
+        tiles = unit.narrow(scaling, {"down", "experts", "out"}, Layout())
+        assert tiles.keys() == narrow
+        R = unit.message(tiles, 2)
+        shares = {name: part[0].numel() for name, part in parts.items()}
+        bits = sum(share * (1 if name in narrow else 2) for name, share in shares.items())
+        scales = 3 * 1 + 2 * 1 * 2 if scaling == "block" else 1 + 1
+        assert 0 <= R - bits - 4 * scales < 4
+        code = NarrowRows([(n, parts[n].shape[1:], tiles.get(n)) for n in parts], int(R), 2)
+        largest = {n: whole[n].abs().max().float() for n in narrow if scaling == "tensor"}
+        ranks = [torch.cat([part[rank].flatten() for part in parts.values()]) for rank in (0, 1)]
+        out = torch.empty(2, len(ranks[0]), dtype=torch.bfloat16)
+        code.decode(torch.stack([code.encode(rank, largest) for rank in ranks]), out)
+        for name, found in zip(parts, out.split(list(shares.values()), 1), strict=True):
+            wanted, how = whole[name], Fp8(scaling=scaling)
+            if name in narrow:
+                matrices = wanted if wanted.dim() == 3 else wanted[None]
+                wanted = torch.stack([how.round(one, weight=True) for one in matrices]).view(wanted.shape)
+            assert torch.equal(found.reshape(wanted.shape), wanted), (scaling, name)
 
 
 def test_experts_are_multiplied_in_fp8_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -541,6 +580,62 @@ def test_a_skipped_update_changes_no_rounded_weight(room: Path) -> None:
     assert all(map(torch.equal, once, skipped))
     assert not any(map(torch.equal, once, twice))
     state.parallel.close()
+
+
+WIDE = ["model.layers=2", "model.dim=256", "model.ffn_dim=256", "train.global_batch_size=4"]
+"""Rows of two ranks are whole blocks."""
+GATHERS = [
+    ("fp8", "dp=2,zero=3", WIDE),
+    *slow(
+        ("nanotron", "dp=2,zero=3", []), ("fp8", "dp=2,zero=3", ["precision.fp8_scaling=tensor"]),
+        ("fp8", "dp=2,zero=1", WIDE), ("fp8", "dp=2,zero=2", WIDE),
+        ("fp8", "dp=2,zero=3,recompute=full", WIDE), ("fp8", "dp=2,zero=3,all_gather=ring", WIDE),
+        ("fp8", "tp=2,dp=2,zero=3,sp=true", ["precision.fp8_scaling=tensor"]),
+        ("fp8", "dp_replicate=2,dp_shard=2,zero=3", WIDE),
+        ("fp8", "pp=2,dp=2,zero=1,schedule=zbv,virtual_stages=2", ["precision.fp8_scaling=tensor"]),
+        ("fp8", "dp=4,ep=2,zero=3", ["precision.fp8_scaling=tensor"]),
+    ),
+]  # fmt: skip
+
+
+def gathered(rank: int, world: int, recipe: Recipe, narrow: bool) -> dict[str, Any]:
+    """`parity.steps`, with the bytes of shared states. narrow: False: weights are gathered as they are."""
+    sent = [0]
+
+    def seen(axis: Any, operation: str, size: int) -> None:
+        sent[0] += size * axis.name.endswith("shard")
+
+    patch = nullcontext() if narrow else mock.patch.object(FsdpUnit, "narrow", return_value={})
+    with patch, mock.patch.object(comm_axis, "counters", [seen]):
+        data = prepare(recipe)
+        recipe = resolve(recipe, vocab_size=data.vocab_size)
+        return {**steps(rank, world, recipe, batches_of(recipe, data), 2), "sent": sent[0]}
+
+
+@pytest.mark.parametrize(("mode", "layout", "sets"), GATHERS)
+def test_gathers_in_8_bits_change_no_bit(room: Path, mode: str, layout: str, sets: list[str]) -> None:
+    """Of losses, norms, gradients and weights, with fewer bytes, which are those of the plan."""
+    recipe = change(tiny(room, layout, mode=mode), sets)
+    world = Layout.from_recipe(recipe.layout).ranks
+    found, wanted = (run_ranks(world, gathered, recipe, narrow, timeout_s=300) for narrow in (True, False))
+    for here, there in zip(found, wanted, strict=True):
+        assert (here["loss"], here["norm"]) == (there["loss"], there["norm"])
+        assert here["validation"] == there["validation"]
+        assert here["sent"] < there["sent"]
+    for key in ("gradients", "weights"):
+        assert_same_tensors(joined(found, key), joined(wanted, key))
+    planned_ = planned(recipe)
+    for rank, step in enumerate(run_ranks(world, counted, recipe, timeout_s=300)):
+        assert volume.counted(planned_, rank) == step.sent, f"rank {rank}"
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "deepseek", "qwen3_moe"])
+def test_the_card_knows_the_rounded_matrices(arch: str) -> None:
+    recipe = resolve(load("quickstart", [f"model.arch={arch}", "precision.mode=fp8"], "dp=1"), vocab_size=256)
+    module = build(recipe.model)
+    parallelize_.round_matmuls(module, recipe)
+    found = {f"{n}.{one}" for n, layer in rounded_layers(module) for one in rounded.matrices(layer)}
+    assert found == card_of(recipe.model).rounded
 
 
 def run_of(room: Path, layout: str, *sets: str) -> Recipe:

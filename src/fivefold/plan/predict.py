@@ -331,8 +331,9 @@ def for_recipe(software: Software, recipe: Recipe) -> Software:
         states[name] = replace(plain, reduce=reduce, moments=moments, copied=copied, estimate=estimate)
         if scaling(mode, recipe.precision.fp8_scaling) == ALONG:
             states[name] = replace(states[name], rounded=plain.working)
-    chosen = {"fp8_dispatch": recipe.precision.fp8_dispatch, "fp8_scaling": recipe.precision.fp8_scaling}
-    return replace(software, states=states, optimizer=card.name, estimates=passes, **chosen)
+    narrow, by = recipe.precision.fp8_dispatch, recipe.precision.fp8_scaling
+    software = replace(software, fp8_dispatch=narrow, fp8_scaling=by)
+    return replace(software, states=states, optimizer=card.name, estimates=passes)
 
 
 def with_load(software: Software, model: ModelSection, load: float | None) -> Software:
