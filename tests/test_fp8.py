@@ -1,6 +1,7 @@
 """Training in fp8: rounding and matmuls, the self-test, layouts against one process."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,27 +10,35 @@ from unittest import mock
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from layouts import MOE, compared, side, tiny
 from marks import only, slow
 from parity import joined, steps
 from pool_runs import assert_same_tensors, lines, ranks_of, train_rank
 from ranks import run_ranks
+from steps import counted, planned
+from torch._dynamo.backends.common import aot_autograd
 
+from fivefold.comm import axis as comm_axis
 from fivefold.comm import everyone
 from fivefold.data import prepare
 from fivefold.errors import UserError
 from fivefold.kernels import fp8, matmul, native, rounded
-from fivefold.kernels.fp8 import Fp8, decode_rows, encode, encode_rows
+from fivefold.kernels.fp8 import Fp8, NarrowRows, decode_rows, encode, encode_rows
 from fivefold.kernels.rounded import E4M3, RoundedMatmuls, round_tiles, rounded_matmuls
-from fivefold.models.base import init_part
+from fivefold.models.base import build, init_part
+from fivefold.models.card import card_of
 from fivefold.models.mixture import grouped_linear
 from fivefold.optim import OPTIMIZERS
 from fivefold.parallel import parallelize as parallelize_
 from fivefold.parallel.parallelize import rounded_layers
+from fivefold.plan.messages import volume
 from fivefold.precision import PRECISIONS
 from fivefold.precision.formats import FORMATS, Format
 from fivefold.precision.fp8 import SCALINGS, row_bytes
 from fivefold.recipe import Recipe, change, load, resolve
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.units import FsdpUnit
 from fivefold.step.state import build_state
 from fivefold.train.self_test import fall_back, self_test
 from fivefold.train.share import batches_of
@@ -174,6 +183,38 @@ def test_rows_travel_in_8_bits(form: Format) -> None:
         sent = encode_rows(x, form)
         assert sent.shape == (M, D + 8 - 4 * (D == 128)) == (M, row_bytes(D))
         assert torch.equal(decode_rows(sent, D, form, x.dtype), round_tiles(x, 1, 128, form) if M else x)
+
+
+def test_rows_are_gathered_in_8_bits() -> None:
+    """Of each rank: exactly what a whole weight is rounded to, in messages of the size that the plan has."""
+    whole = {
+        "norm": numbers(70),
+        "down": numbers(256, 384),
+        "experts": numbers(4, 128, 256),
+        "out": numbers(96, 40),
+    }
+    for scaling, narrow in (("block", {"down", "experts"}), ("tensor", {"down", "out"})):
+        parts = {name: torch.stack(weight.chunk(2)) for name, weight in whole.items()}
+        pieces = tuple(tuple(part.shape[1:]) for part in parts.values())
+        unit = FsdpUnit(0, "", "shard", tuple(parts), pieces, 0, 0, ())
+        tiles = unit.narrow(scaling, {"down", "experts", "out"}, Layout())
+        assert tiles.keys() == narrow
+        R = unit.message(tiles, 2)
+        shares = {name: part[0].numel() for name, part in parts.items()}
+        bits = sum(share * (1 if name in narrow else 2) for name, share in shares.items())
+        scales = 3 * 1 + 2 * 1 * 2 if scaling == "block" else 1 + 1
+        assert 0 <= R - bits - 4 * scales < 4
+        code = NarrowRows([(n, parts[n].shape[1:], tiles.get(n)) for n in parts], int(R), 2)
+        largest = {n: whole[n].abs().max().float() for n in narrow if scaling == "tensor"}
+        ranks = [torch.cat([part[rank].flatten() for part in parts.values()]) for rank in (0, 1)]
+        out = torch.empty(2, len(ranks[0]), dtype=torch.bfloat16)
+        code.decode(torch.stack([code.encode(rank, largest) for rank in ranks]), out)
+        for name, found in zip(parts, out.split(list(shares.values()), 1), strict=True):
+            wanted, how = whole[name], Fp8(scaling=scaling)
+            if name in narrow:
+                matrices = wanted if wanted.dim() == 3 else wanted[None]
+                wanted = torch.stack([how.round(one, weight=True) for one in matrices]).view(wanted.shape)
+            assert torch.equal(found.reshape(wanted.shape), wanted), (scaling, name)
 
 
 def test_experts_are_multiplied_in_fp8_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,6 +482,85 @@ def test_weights_are_rounded_once_per_step(
         assert_same_tensors(joined([found], key), joined([wanted], key))
 
 
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_what_shares_a_tensor_shares_its_rounding(
+    scaling: str, room: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries, keys and values are one product, and so are gate and up: forward rounds their input once. Backward
+    rounds a gradient once for both of its products if a whole tensor shares the scale. To the same bits."""
+    recipe = change(tiny(room, "dp=1", mode="fp8"), [f"precision.fp8_scaling={scaling}"])
+    state, found = build_state(resolve(recipe, vocab_size=256), ranks_of(0, 1)), list[str]()
+    (stage,), plain = state.parallel.stages, RoundedMatmuls.round
+
+    def counted(how: RoundedMatmuls, x: torch.Tensor, form: Format | None = None, weight: bool = False):
+        found.append((form or how.inputs).name)
+        return plain(how, x, form, weight)
+
+    monkeypatch.setattr(RoundedMatmuls, "round", counted)
+    tokens, layers = torch.arange(32).view(2, 16), 4 * 4  # blocks; qkv, out, gate and up, down
+
+    def gradients() -> list[torch.Tensor]:
+        found.clear()
+        loss = stage(tokens, tokens)
+        assert found == layers * [E4M3.name]
+        return list(torch.autograd.grad(loss, list(stage.parameters())))
+
+    shared = gradients()
+    assert found.count(E4M3.name) == 2 * layers
+    assert found.count(E5M2.name) == (1 if scaling == "tensor" else 2) * layers
+    monkeypatch.setattr(RoundedMatmuls, "both", lambda how, x, form=None: x)
+    assert all(map(torch.equal, shared, gradients()))
+    assert found.count(E5M2.name) == 2 * layers
+    state.parallel.close()
+
+
+def test_8_bits_are_rounded_once_for_both_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that multiplies them: weight and input in forward; weight, input and gradient in backward."""
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"):
+        pytest.skip(f"torch {torch.__version__} multiplies fp8 on GPUs only")
+    how, encoded, plain = Fp8(E5M2, scaling="tensor"), list[torch.Size](), encode
+    monkeypatch.setattr(Fp8, "multiplies", lambda *_: True)
+    monkeypatch.setattr(fp8, "encode", lambda x, *rest: encoded.append(x.shape) or plain(x, *rest))
+    x, w, dy = numbers(2, 80, 192), numbers(144, 192, seed=1), numbers(2, 80, 144, seed=2)
+    inputs = x.requires_grad_(), w.requires_grad_()
+    shared = torch.autograd.grad(matmul.linear(x, w, None, how), inputs, dy)
+    assert encoded == [(144, 192), (160, 192), (160, 144), (192, 144), (160, 192)]
+    monkeypatch.setattr(RoundedMatmuls, "both", lambda how, x, form=None: x)
+    apart = torch.autograd.grad(matmul.linear(x, w, None, how), inputs, dy)
+    assert len(encoded) == 5 + 6
+    assert all(map(torch.equal, shared, apart))
+
+
+def test_compiled_blocks_round_what_shares_a_tensor_once() -> None:
+    """The whole joint graph of forward and backward: a compiler sees that an input is rounded twice, and does it once;
+    not with other scales, whose tiles of an input and of its transpose differ."""
+    found = dict[str, int]()
+
+    def compiler(way: str) -> Any:
+        def count(graph: torch.fx.GraphModule, _: Any) -> Any:
+            found[way] = sum(node.target is torch.ops.aten.amax.default for node in graph.graph.nodes)
+            return make_boxed_func(graph.forward)
+
+        return count
+
+    for scaling, rounded_ in (("tensor", (2, 2)), ("block", (2, 6))):
+        how, x = Fp8(E5M2, scaling=scaling), torch.randn(2, 128, 256).bfloat16().requires_grad_()
+        first, second = (
+            torch.randn(*shape).bfloat16().requires_grad_() for shape in ((384, 256), (256, 384))
+        )
+        ways = [replace(how, kept=(how.keep(weight.detach()),)) for weight in (first, second)]
+
+        def layers(x: torch.Tensor, one: Any, two: Any, ways: Any = ways) -> torch.Tensor:
+            inner = torch.nn.functional.silu(matmul.linear(x.sin(), one, None, ways[0]))
+            return matmul.linear(inner, two, None, ways[1])
+
+        backend = aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"),
+                               partition_fn=min_cut_rematerialization_partition)  # fmt: skip
+        torch._dynamo.reset()
+        torch.compile(layers, backend=backend)(x, first, second).sum().backward()
+        assert (found["forward"], found["backward"]) == rounded_
+
+
 def test_a_skipped_update_changes_no_rounded_weight(room: Path) -> None:
     """They are rounded from the masters, never from what was rounded along the other dim."""
     recipe = change(tiny(room, "dp=1", mode="fp8"), ["precision.fp8_scaling=row"])
@@ -460,6 +580,62 @@ def test_a_skipped_update_changes_no_rounded_weight(room: Path) -> None:
     assert all(map(torch.equal, once, skipped))
     assert not any(map(torch.equal, once, twice))
     state.parallel.close()
+
+
+WIDE = ["model.layers=2", "model.dim=256", "model.ffn_dim=256", "train.global_batch_size=4"]
+"""Rows of two ranks are whole blocks."""
+GATHERS = [
+    ("fp8", "dp=2,zero=3", WIDE),
+    *slow(
+        ("nanotron", "dp=2,zero=3", []), ("fp8", "dp=2,zero=3", ["precision.fp8_scaling=tensor"]),
+        ("fp8", "dp=2,zero=1", WIDE), ("fp8", "dp=2,zero=2", WIDE),
+        ("fp8", "dp=2,zero=3,recompute=full", WIDE), ("fp8", "dp=2,zero=3,all_gather=ring", WIDE),
+        ("fp8", "tp=2,dp=2,zero=3,sp=true", ["precision.fp8_scaling=tensor"]),
+        ("fp8", "dp_replicate=2,dp_shard=2,zero=3", WIDE),
+        ("fp8", "pp=2,dp=2,zero=1,schedule=zbv,virtual_stages=2", ["precision.fp8_scaling=tensor"]),
+        ("fp8", "dp=4,ep=2,zero=3", ["precision.fp8_scaling=tensor"]),
+    ),
+]  # fmt: skip
+
+
+def gathered(rank: int, world: int, recipe: Recipe, narrow: bool) -> dict[str, Any]:
+    """`parity.steps`, with the bytes of shared states. narrow: False: weights are gathered as they are."""
+    sent = [0]
+
+    def seen(axis: Any, operation: str, size: int) -> None:
+        sent[0] += size * axis.name.endswith("shard")
+
+    patch = nullcontext() if narrow else mock.patch.object(FsdpUnit, "narrow", return_value={})
+    with patch, mock.patch.object(comm_axis, "counters", [seen]):
+        data = prepare(recipe)
+        recipe = resolve(recipe, vocab_size=data.vocab_size)
+        return {**steps(rank, world, recipe, batches_of(recipe, data), 2), "sent": sent[0]}
+
+
+@pytest.mark.parametrize(("mode", "layout", "sets"), GATHERS)
+def test_gathers_in_8_bits_change_no_bit(room: Path, mode: str, layout: str, sets: list[str]) -> None:
+    """Of losses, norms, gradients and weights, with fewer bytes, which are those of the plan."""
+    recipe = change(tiny(room, layout, mode=mode), sets)
+    world = Layout.from_recipe(recipe.layout).ranks
+    found, wanted = (run_ranks(world, gathered, recipe, narrow, timeout_s=300) for narrow in (True, False))
+    for here, there in zip(found, wanted, strict=True):
+        assert (here["loss"], here["norm"]) == (there["loss"], there["norm"])
+        assert here["validation"] == there["validation"]
+        assert here["sent"] < there["sent"]
+    for key in ("gradients", "weights"):
+        assert_same_tensors(joined(found, key), joined(wanted, key))
+    planned_ = planned(recipe)
+    for rank, step in enumerate(run_ranks(world, counted, recipe, timeout_s=300)):
+        assert volume.counted(planned_, rank) == step.sent, f"rank {rank}"
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "deepseek", "qwen3_moe"])
+def test_the_card_knows_the_rounded_matrices(arch: str) -> None:
+    recipe = resolve(load("quickstart", [f"model.arch={arch}", "precision.mode=fp8"], "dp=1"), vocab_size=256)
+    module = build(recipe.model)
+    parallelize_.round_matmuls(module, recipe)
+    found = {f"{n}.{one}" for n, layer in rounded_layers(module) for one in rounded.matrices(layer)}
+    assert found == card_of(recipe.model).rounded
 
 
 def run_of(room: Path, layout: str, *sets: str) -> Recipe:

@@ -252,6 +252,7 @@ TRACED_SLOW = [
     ("llama", "bf16", "tp=2,sp=true,sp_regather=true,tp_chunks=4"),
     ("deepseek", "bf16", "tp=2,sp=true,tp_chunks=4"),
     ("llama", "fp8", "tp=2,dp=2,zero=3,sp=true,tp_chunks=4"),
+    ("llama", "nanotron", "dp=2,zero=3"),
     ("gpt2", "bf16", "tp=2,sp=true,tp_chunks=4,recompute=full"),
 ]
 """Their parts are in the others, too: `make test-all`."""

@@ -41,7 +41,7 @@ def unit(rank: int, world: int, masters: torch.dtype = torch.float32) -> tuple[T
         assert isinstance(part, FSDPModule)
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
-        table = FsdpUnit(0, "unit", "shard", ("weight",), (16 // world,), 16, 16, ())
+        table = FsdpUnit(0, "unit", "shard", ("weight",), ((4 // world, 4),), 16, 16, ())
         UnitMessages(mesh, table, torch.float32).attach(part)
         assert [size for _, size in private.rows(part)] == [16 // world]
     assert isinstance(module, FSDPModule)

@@ -136,6 +136,12 @@ OTHERS = {  # in a case of their own: precision, optimizer, fields of a model
     "bf16 sums": ("dp=2,zero=1", "llama", ["precision.reduce=bf16"]),
     "untied": ("tp=2", "llama", ["model.tie_embeddings=false"]),
     "fp8 blocks": ("tp=2,sp=true", "llama", ["precision.mode=fp8", *(f"model.{x}" for x in FOR_BLOCKS)]),
+    "fp8 blocks, gathered": (
+        "dp=2,zero=3",
+        "llama",
+        ["precision.mode=fp8", *(f"model.{x}" for x in FOR_BLOCKS)],
+    ),
+    "fp8 tensors, gathered": ("dp=2,zero=3", "llama", ["precision.mode=nanotron"]),
     "fp8 rows": ("dp=2,zero=3", "moe", ["precision.mode=fp8", "precision.fp8_scaling=row"]),
     "fp8 tensors": ("dp=1", "llama", ["precision.mode=fp8", "precision.fp8_scaling=tensor"]),
     "tf32": ("dp=2", "llama", ["precision.mode=tf32"]),
@@ -297,7 +303,8 @@ def test_every_layout_and_architecture(traced, arch: str, layout: str) -> None:
 LIKE = {
     "fp32, gathered", "adam", "adamw", "momentum", "adagrad", "rmsprop", "radam", "nadam", "adamsage", "lion",
     "soap", "muon", "fp16 rows",
-    "bf16_pure nearest", "bf16_pure kahan", "bf16_pure, all:disk", "fp8 tensors", "activations, dp=2,zero=3",
+    "bf16_pure nearest", "bf16_pure kahan", "bf16_pure, all:disk", "activations, dp=2,zero=3",
+    "fp8 tensors", "fp8 tensors, gathered",
     "activations, tp=2,recompute=full", "states:host, tp=2,sp=true", "states:host, dp=2,zero=1",
     "states:host, dp=2,zero=2", "all:disk, dp=2,zero=3", "all:host, dp=2,zero=3", "all:host, dp=1",
 }  # fmt: skip

@@ -6,12 +6,14 @@ section 3.3), 128 numbers along the sum for activations and gradients, and 128 x
 GPUs with fp8 multiply by PyTorch's `scaled_mm`, blocks on Hopper only.
 
 A replica that has whole weights rounds them once per step (`rounded.refresh`); those of `nanotron` take the place of
-the weights, beside the masters. Where weights are gathered (ZeRO) they arrive in bf16, and each matmul rounds them to
-the same numbers.
+the weights, beside the masters. Where weights are gathered (ZeRO) they arrive in bf16, perhaps from 8 bits
+(`NarrowRows`), and each matmul rounds them to the same numbers.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +24,16 @@ from torch import Tensor
 from fivefold.kernels import native
 from fivefold.kernels.gpu import registry
 from fivefold.kernels.private import scaled_grouped_mm, scaled_mm
-from fivefold.kernels.rounded import E4M3, Encoded, Factor, Kept, RoundedMatmuls, encode_tiles
+from fivefold.kernels.rounded import (
+    E4M3,
+    Encoded,
+    Factor,
+    Kept,
+    RoundedMatmuls,
+    Rows,
+    encode_tiles,
+    power_of_two,
+)
 from fivefold.precision import PRECISIONS
 from fivefold.precision.formats import Format
 from fivefold.precision.fp8 import BLOCK, GRADIENTS, row_bytes
@@ -79,26 +90,36 @@ class Fp8(RoundedMatmuls):
             return Factor(b8, scale.t())
         return Factor(b8, scale.repeat_interleave(len(b) // len(scale), 0).t().contiguous())
 
-    def grouped_product(self, a: Tensor, b: Factor, form: Format, ends: Tensor) -> Tensor:
-        if b.scale is None:
-            return super().grouped_product(a, b, form, ends)
-        a8, scale = encode(a, 1, a.shape[1], form)
-        return scaled_grouped_mm(a8, b.numbers.mT, scale[:, 0], b.scale, ends, a.dtype)
+    def first(self, a: Tensor, form: Format) -> Factor:
+        return self.encoded(a, form) if self.multiplies(a) else super().first(a, form)
 
-    def product(self, a: Tensor, b: Tensor | Factor, form: Format, weight: bool = False) -> Tensor:
-        b = b if isinstance(b, Factor) else self.factor(b, weight)
-        narrow = b.scale is not None and self.multiplies(b.numbers)
-        return self.multiply(a, b, form) if narrow else super().product(a, b, form)
-
-    def multiply(self, a: Tensor, b: Factor, form: Format) -> Tensor:
-        """`product` by the device's matmul of fp8, summed in fp32 rather than with the fewer bits of fast sums."""
-        a8, scale = encode(a, *self.tile(a.shape), form)
+    def encoded(self, a: Tensor, form: Format) -> Factor:
+        """A first factor in 8 bits, with its scales as PyTorch's matmul takes them."""
+        numbers, scale = encode(a, *self.tile(a.shape), form)
         if self.scaling == "tensor":
             scale = scale.view(())
         elif self.scaling == "block":  # one for each row and 128 columns, column by column
             scale = scale.t().contiguous().t()
+        return Factor(numbers, scale)
+
+    def grouped_product(self, a: Rows, b: Factor, form: Format, ends: Tensor) -> Tensor:
+        if b.scale is None or isinstance(a, Factor):
+            return super().grouped_product(a, b, form, ends)
+        a8, scale = encode(a, 1, a.shape[1], form)
+        return scaled_grouped_mm(a8, b.numbers.mT, scale[:, 0], b.scale, ends, a.dtype)
+
+    def product(self, a: Rows, b: Rows, form: Format, weight: bool = False) -> Tensor:
+        b = b if isinstance(b, Factor) else self.factor(b, weight)
+        emulated = b.scale is None or (isinstance(a, Factor) and a.scale is None)
+        narrow = not emulated and self.multiplies(b.numbers)
+        return self.multiply(a, b, form) if narrow else super().product(a, b, form)
+
+    def multiply(self, a: Rows, b: Factor, form: Format) -> Tensor:
+        """`product` by the device's matmul of fp8, summed in fp32 rather than with the fewer bits of fast sums."""
+        one = a if isinstance(a, Factor) else self.encoded(a, form)
+        assert one.scale is not None
         assert b.scale is not None
-        return scaled_mm(a8, b.numbers.contiguous().t(), scale, b.scale, a.dtype)
+        return scaled_mm(one.numbers.contiguous(), b.numbers.contiguous().t(), one.scale, b.scale, a.dtype)
 
 
 class KeptFp8(Fp8):
@@ -153,6 +174,58 @@ def decode_rows(sent: Tensor, D: int, form: Format, dtype: torch.dtype) -> Tenso
     rows = numbers.contiguous().view(getattr(torch, form.torch)).to(dtype)
     factors = scale.contiguous().view(torch.float32).to(dtype)
     return rows.mul_(factors.repeat_interleave(BLOCK, 1)[:, :D])
+
+
+class NarrowRows:
+    """A rank's rows of several parameters as a message that ranks gather: the factors (fp32) of tiles, what has no
+    tiles as it is, numbers of 8 bits. Decoded, these are exactly the rounded numbers.
+
+    pieces: the name of each parameter in order, its shape on a rank, the tile (rows, columns) or None. R: bytes of a
+    message (`FsdpUnit.message`). width: of an element without a tile.
+    """
+
+    def __init__(
+        self, pieces: Sequence[tuple[str, tuple[int, ...], tuple[int, int] | None]], R: int, width: int
+    ):
+        self.pieces, self.R = pieces, R
+        self.shares = [math.prod(shape) for _, shape, _ in pieces]
+        self.order = sorted(range(len(pieces)), key=lambda i: pieces[i][2] is not None)
+        sized = list(zip(self.shares, (tile for *_, tile in pieces), strict=True))
+        sizes = [4 * share // math.prod(tile) if tile else 0 for share, tile in sized]
+        sizes += [share * (1 if tile else width) for share, tile in (sized[i] for i in self.order)]
+        self.sizes = [*sizes, R - sum(sizes)]
+        assert 0 <= self.sizes[-1] < 4, f"{sum(sizes)} bytes in a message of {R}"
+
+    def _parts(self, sent: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The bytes of factors and of numbers of each parameter, in messages (p, R)."""
+        parts = sent.split(self.sizes, 1)
+        numbers = dict(zip(self.order, parts[len(self.order) :], strict=False))
+        return [(parts[i], numbers[i]) for i in range(len(self.order))]
+
+    def encode(self, x: Tensor, largest: Mapping[str, Tensor]) -> Tensor:
+        """x (S) -> (R), uint8. largest: the largest number of each matrix (fp32), where a scale spans ranks."""
+        sent = torch.zeros(1, self.R, dtype=torch.uint8, device=x.device)
+        each = zip(self.pieces, self._parts(sent), x.split(self.shares), strict=True)
+        for (name, shape, tile), (factors, numbers), part in each:
+            if tile and largest:
+                scale = power_of_two(largest[name], E4M3)
+                part, found = (part * scale.to(x.dtype)).to(torch.float8_e4m3fn), 1 / scale
+                factors.copy_(found.view(1, 1).view(torch.uint8))
+            elif tile:
+                part, found = encode(part.view(-1, shape[-1]), *tile, E4M3)
+                factors.copy_(found.view(1, -1).view(torch.uint8))
+            numbers.copy_(part.view(1, -1).view(torch.uint8))
+        return sent[0]
+
+    def decode(self, sent: Tensor, out: Tensor) -> None:
+        """What every rank has sent (p, R) -> their rows (p, S), in the working dtype."""
+        each = zip(self.pieces, self._parts(sent), out.split(self.shares, 1), strict=True)
+        for (_, shape, tile), (factors, numbers), rows in each:
+            rows.copy_(numbers.view(torch.float8_e4m3fn if tile else out.dtype))
+            if tile:
+                across = shape[-1] // tile[1]
+                scale = factors.view(torch.float32).to(out.dtype).unflatten(1, (-1, 1, across, 1))
+                rows.unflatten(1, (-1, tile[0], across, tile[1])).mul_(scale)
 
 
 def _capability(device: torch.device) -> tuple[int, int]:

@@ -61,14 +61,14 @@ def linear(
     return _Linear.apply(kept, x.detach(), weight.detach(), None if bias is None else bias.detach(), rounded)
 
 
-def input_gradient(dy: Tensor, weight: Tensor, rounded: RoundedMatmuls | None = None) -> Tensor:
+def input_gradient(dy: Any, weight: Tensor, rounded: RoundedMatmuls | None = None) -> Tensor:
     """dy @ weight. dy (..., F), weight (F, D) -> (..., D)."""
     if rounded is not None:
         return rounded.input_gradient(dy, weight)
     return _product(dy, weight.t(), product=INPUT_GRADIENT)
 
 
-def weight_gradient(dy: Tensor, x: Tensor, rounded: RoundedMatmuls | None = None) -> Tensor:
+def weight_gradient(dy: Any, x: Tensor, rounded: RoundedMatmuls | None = None) -> Tensor:
     """dy.T @ x, summed over all leading dims. dy (..., F), x (..., D) -> (F, D)."""
     if rounded is not None:
         return rounded.weight_gradient(dy, x)
@@ -149,8 +149,9 @@ class _Kept(Function):
     def backward(ctx: Any, *grads: Tensor):
         (x, weight), dy = ctx.saved_tensors, grads[0]
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        dx = input_gradient(dy, weight, ctx.rounded) if needs_x else None
-        dweight = weight_gradient(dy, x, ctx.rounded) if needs_weight else None
+        both = ctx.rounded.both(dy) if ctx.rounded else dy
+        dx = input_gradient(both, weight, ctx.rounded) if needs_x else None
+        dweight = weight_gradient(both, x, ctx.rounded) if needs_weight else None
         return dx, dweight, dy.flatten(0, -2).sum(0) if needs_bias else None, None
 
 

@@ -43,14 +43,30 @@ Encoded = tuple[Tensor, Tensor]
 @dataclass(frozen=True)
 class Factor:
     """A rounded factor of a matmul (rows, summed dim), or one of each expert. scale: what undoes the scales of numbers
-    of 8 bits, as the device's matmul takes it; None: the numbers are in the working dtype."""
+    of 8 bits, as the device's matmul takes it; None: the numbers are in the working dtype. dtype: of an activation or
+    gradient (..., D) before it was rounded for both of its products (`RoundedMatmuls.both`)."""
 
     numbers: Tensor
     scale: Tensor | None = None
+    dtype: torch.dtype = torch.bfloat16
+
+    def flatten(self, first: int, last: int) -> Factor:
+        return replace(self, numbers=self.numbers.flatten(first, last))
+
+    def t(self) -> Factor:
+        return replace(self, numbers=self.numbers.t())
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.numbers.shape
 
     def in_dtype(self, dtype: torch.dtype) -> Tensor:
         """The numbers in the working dtype. 8 bits have a scale for the whole tensor here, a power of two."""
         return self.numbers if self.scale is None else self.numbers.to(dtype).mul_(self.scale)
+
+
+Rows = Tensor | Factor
+"""An activation or a gradient (..., D), perhaps rounded; or a factor."""
 
 
 @dataclass(frozen=True)
@@ -90,20 +106,40 @@ class RoundedMatmuls(ABC):
         y = self.product(flat, self.kept[0].output if self.kept else weight, self.inputs, weight=True)
         return y.view(*x.shape[:-1], weight.shape[0])
 
-    def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
+    def input_gradient(self, dy: Rows, weight: Tensor) -> Tensor:
         """dy @ weight. dy (..., F), weight (F, D) -> (..., D)."""
-        flat = dy.reshape(-1, dy.shape[-1])
         kept = self.kept[0].gradient if self.kept else weight.t()
-        return self.product(flat, kept, self.gradients, weight=True).view(*dy.shape[:-1], weight.shape[1])
+        dx = self.product(dy.flatten(0, -2), kept, self.gradients, weight=True)
+        return dx.view(*dy.shape[:-1], weight.shape[1])
 
-    def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+    def weight_gradient(self, dy: Rows, x: Tensor) -> Tensor:
         """dy.T @ x, summed over all leading dims. dy (..., F), x (..., D) -> (F, D)."""
-        return self.product(dy.flatten(0, -2).t(), x.flatten(0, -2).t(), self.gradients)
+        both = self.both(dy), self.both(x, self.inputs)
+        return self.product(*(rows.flatten(0, -2).t() for rows in both), self.gradients)
 
-    def product(self, a: Tensor, b: Tensor | Factor, form: Format, weight: bool = False) -> Tensor:
-        """a @ b.T. a (m, k) in `form`, b (n, k), a weight or an input, perhaps rounded already."""
+    def both(self, x: Rows, form: Format | None = None) -> Rows:
+        """x (..., D), rounded to a format (None: that of gradients) if one rounding serves both of its products, along
+        D and along the rows. Else x itself, and each product rounds it."""
+        if isinstance(x, Factor):
+            return x
+        flat = x.reshape(-1, x.shape[-1])  # as in forward: a compiler sees that it is the same
+        if self.tile(flat.shape) != self.tile(flat.mT.shape)[::-1]:
+            return x
+        one = self.first(flat, form or self.gradients)
+        return replace(one, numbers=one.numbers.view(x.shape), dtype=x.dtype)
+
+    def first(self, a: Tensor, form: Format) -> Factor:
+        """A first factor (m, k), rounded."""
+        return Factor(self.round(a, form))
+
+    def product(self, a: Rows, b: Rows, form: Format, weight: bool = False) -> Tensor:
+        """a @ b.T. a (m, k) in `form`, b (n, k), a weight or an input, both perhaps rounded already."""
         b = b if isinstance(b, Factor) else self.factor(b, weight)
-        return F.linear(self.round(a, form), b.in_dtype(a.dtype))
+        return F.linear(self.emulated(a, form), b.in_dtype(a.dtype))
+
+    def emulated(self, a: Rows, form: Format) -> Tensor:
+        """A factor (rows, summed dim), rounded, in the working dtype."""
+        return a.in_dtype(a.dtype) if isinstance(a, Factor) else self.round(a, form)
 
     def factor(self, b: Tensor, weight: bool = False) -> Factor:
         """A second factor (n, k), or those of experts (E, n, k), rounded."""
@@ -144,18 +180,19 @@ class RoundedMatmuls(ABC):
         w = self.kept[0].output if self.kept else self.factor(weight)
         return self.grouped_product(rows, w, self.inputs, ends)
 
-    def grouped_input_gradient(self, dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    def grouped_input_gradient(self, dy: Rows, weight: Tensor, ends: Tensor) -> Tensor:
         """dy (M, F), weights (E, F, D) -> (M, D)."""
         w = self.kept[0].gradient if self.kept else self.factor(weight.mT)
         return self.grouped_product(dy, w, self.gradients, ends)
 
-    def grouped_product(self, a: Tensor, b: Factor, form: Format, ends: Tensor) -> Tensor:
+    def grouped_product(self, a: Rows, b: Factor, form: Format, ends: Tensor) -> Tensor:
         """Rows a (M, k) in `form`, times b.T of their expert, b (E, n, k) -> (M, n)."""
-        return F.grouped_mm(self.round(a, form), b.numbers.mT, offs=ends)
+        return F.grouped_mm(self.emulated(a, form), b.numbers.mT, offs=ends)
 
-    def grouped_weight_gradient(self, dy: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    def grouped_weight_gradient(self, dy: Rows, rows: Tensor, ends: Tensor) -> Tensor:
         """dy (M, F), rows (M, D) -> (E, F, D). A tile may have rows of two experts."""
-        return F.grouped_mm(self.round(dy.t(), self.gradients), self.round(rows.t()).t(), offs=ends)
+        dy, x = self.both(dy).t(), self.both(rows, self.inputs).t()
+        return F.grouped_mm(self.emulated(dy, self.gradients), self.emulated(x, self.inputs).t(), offs=ends)
 
     def round(self, x: Tensor, form: Format | None = None, weight: bool = False) -> Tensor:
         """A factor (rows, summed dim), rounded to a format (None: that of inputs), in its own dtype."""

@@ -92,6 +92,12 @@ class Card(ABC):
         return matching(self.model.freeze, self.parameters) if self.model.freeze else frozenset()
 
     @cached
+    def rounded(self) -> frozenset[str]:
+        """The matrices that modes of 8 bits round: those of the blocks' linear layers and experts, not of routers."""
+        named = ((n, shape) for n, shape in self.parameters.items() if n.startswith(f"{self.stack}."))
+        return frozenset(name for name, shape in named if len(shape) > 1 and ".router." not in name)
+
+    @cached
     def mixed(self) -> tuple[bool, ...]:
         """`is_mixed` of every block."""
         return tuple(map(self.is_mixed, range(self.model.layers)))

@@ -429,6 +429,7 @@ class _Grouped(Function):
         if how is None:
             drows = _product(wide(dy), wide(weight), ends).to(dy.dtype)
             return drows, _product(wide(dy).t(), wide(rows), ends).to(dy.dtype), None, None
+        dy = how.both(dy)
         drows = how.grouped_input_gradient(dy, weight, ends)
         return drows, how.grouped_weight_gradient(dy, rows, ends), None, None
 

@@ -52,11 +52,13 @@ class Matmul:
     grouped: bool = False
     chunks: int = 1
 
-    def rounded(self, kept: bool) -> tuple[float, float, float]:
-        """Elements that its three products round, in some modes: both factors of each. kept: but the weight."""
+    def rounded(self, kept: bool, both: bool = False) -> tuple[float, float, float]:
+        """Elements that its three products round, in some modes: both factors of each. kept: but the weight. both: the
+        output's gradient once for its two products."""
         x, w, y = self.count * self.m * self.k, self.count * self.k * self.n, self.count * self.m * self.n
         w *= not kept
-        return (x + w, y + w, y + x) if self.weight and not self.sensitive else (0.0, 0.0, 0.0)
+        again = y * (not both or self.chunks > 1)
+        return (x + w, y + w, again + x) if self.weight and not self.sensitive else (0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ class TensorAxis:
         del arrived, waits  # before the products are put together
         return whole, self._joined(products)
 
-    def scatter(self, x: Tensor, product: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], Wait]:
+    def scatter(self, x: Any, product: Callable[[Any], Tensor]) -> tuple[list[Tensor], Wait]:
         """Multiplies what a region has, and starts the sums of the products over ranks: the products, which are under
         way, and the wait for the sums, as `start_sum`."""
         if self.chunks == 1:
@@ -230,9 +230,11 @@ class Deferred:
         return queue
 
     def kept(self) -> list[Tensor]:
-        """The inputs and the gradients of outputs that deferred weight gradients keep."""
+        """The inputs and the gradients of outputs that deferred weight gradients keep, without the scales of rounded
+        ones."""
         queues = [queue for one in self.collected if (queue := one())]
-        return [tensor for queue in queues for gradient in queue for tensor in gradient.args[1:]]
+        tensors = (tensor for queue in queues for gradient in queue for tensor in gradient.args[1:])
+        return [getattr(tensor, "numbers", tensor) for tensor in tensors]
 
 
 def attach(stage: nn.Module, deferred: Deferred) -> None:
@@ -300,21 +302,22 @@ class LinearFunction(Function):
         if enters or leaves:
             dpiece = dpiece.contiguous()
 
-        def product() -> Callable[[Tensor], Tensor]:
+        def product() -> Callable[[Any], Tensor]:
             once = ctx.rounded and ctx.rounded.once(weight, True)
             return lambda dy: matmul.input_gradient(dy, weight, once)
 
         dy, dx, dweight, total = dpiece, None, None, None
         if enters:  # the sum overlaps with the gradients that need no communication
             whole = enters.start(AGAIN[enters.regather], x, dy)
+            dy = ctx.rounded.both(dy) if ctx.rounded and enters.chunks == 1 else dy
             products, total = enters.scatter(dy, product())
             x = whole(*products)
-        elif leaves and ctx.needs_input_grad[0]:
+        elif leaves and leaves.chunks > 1 and ctx.needs_input_grad[0]:
             dy, dx = leaves.gather(dpiece, product())
-        elif leaves:  # other ranks expect a message
-            dy = leaves.start_whole(dpiece)()
-        elif ctx.needs_input_grad[0]:
-            dx = product()(dy)
+        else:
+            dy = leaves.start_whole(dpiece)() if leaves else dpiece  # even if only other ranks need it
+            dy = ctx.rounded.both(dy) if ctx.rounded else dy
+            dx = product()(dy) if ctx.needs_input_grad[0] else None
         if ctx.needs_input_grad[1]:
             dweight = weight_gradient(ctx.deferred, weight, dy, x, ctx.rounded)
         dbias = dpiece.flatten(0, -2).sum(0) if ctx.has_bias else None
@@ -324,11 +327,11 @@ class LinearFunction(Function):
 
 
 def weight_gradient(
-    deferred: Deferred | None, weight: Tensor, dy: Tensor, x: Tensor, rounded: RoundedMatmuls | None = None
+    deferred: Deferred | None, weight: Tensor, dy: Any, x: Tensor, rounded: RoundedMatmuls | None = None
 ) -> Tensor | None:
     """Returns dy^T x; None while `deferred` collects, when the matmul is in its queue.
 
-    weight (F, D), the parameter itself; dy (..., F); x (..., D).
+    weight (F, D), the parameter itself; dy (..., F), perhaps rounded; x (..., D).
     """
     if deferred is None or deferred.queue is None:
         return matmul.weight_gradient(dy, x, rounded)
@@ -336,6 +339,6 @@ def weight_gradient(
     return None
 
 
-def _add_weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, rounded: RoundedMatmuls | None) -> None:
+def _add_weight_gradient(weight: Tensor, dy: Any, x: Tensor, rounded: RoundedMatmuls | None) -> None:
     """Adds it through autograd, so hooks on the parameter see it."""
     torch.autograd.backward(weight, matmul.weight_gradient(dy, x, rounded))

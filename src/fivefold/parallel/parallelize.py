@@ -400,7 +400,8 @@ class _ReplicaBuilder:
         messages = [message for number in numbers for message in self.messages[number]]
         given, layout = (stages, self.table, self.compute_dtype, messages), self.mesh.layout
         if self._tiers().masters == "device":
-            replica = zero.Sharded(*given, None if self.filled else self._initial, self._summed())
+            layers = dict(pair for stage in stages for pair in rounded_layers(stage))
+            replica = zero.Sharded(*given, None if self.filled else self._initial, self._summed(), layers)
             offload = self._offload(replica.masters)
         else:
             room = {

@@ -2,8 +2,8 @@
 
 The ranks of a "shard" group divide the rows of every parameter (for few experts, the rows of each: `parts.shard_dim`).
 Each rank keeps the master weights, gradients and moments of its rows only, in fp32 in most modes (`precision`).
-A block's weights are gathered, in the compute dtype, before it runs. After its backward, its gradients are summed and
-scattered to the owners of the rows. The stages are one engine with two switches:
+A block's weights are gathered, in the compute dtype or in 8 bits, before it runs. After its backward, its gradients
+are summed and scattered to the owners of the rows. The stages are one engine with two switches:
 
 | Stage | gathered weights | gradients are scattered | Elements sent per step of m microbatches |
 |---|---|---|---|
@@ -31,7 +31,7 @@ Legend: p ranks on each of k nodes share a unit; S elements of a rank's share; R
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -43,9 +43,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fivefold.comm import Axis, Started
 from fivefold.kernels import private
-from fivefold.kernels.rounded import Quantizer
+from fivefold.kernels.fp8 import NarrowRows
+from fivefold.kernels.rounded import Quantizer, matrices
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.replica import Replica
+from fivefold.precision.fp8 import TENSOR
 from fivefold.schedules.collectives.registry import LIBRARY
 from fivefold.schedules.compression.blocks import Blocks
 from fivefold.sharding.parts import Part, local_shape, shard_dim
@@ -99,8 +101,9 @@ class Sharded(Replica):
 
     The masters are FSDP2's rows, as plain tensors that share their memory. messages: what `shard` returned for these
     stages. defer: gradients add up whole on each rank, and are scattered once per step. again: weights are freed after
-    forward, and gathered again for backward. initial: this rank's rows of a parameter, which gets memory and these
-    values; None: it has them. summed: as in `shard`.
+    forward, and gathered again for backward. layers: those that round weights, by their names.
+    initial: this rank's rows of a parameter, which gets memory and these values; None: it has them. summed: as in
+    `shard`.
     """
 
     def __init__(
@@ -111,6 +114,7 @@ class Sharded(Replica):
         messages: Sequence[UnitMessages],
         initial: Callable[[str], Tensor] | None,
         summed: torch.dtype | None = None,
+        layers: Mapping[str, Any] | None = None,
     ):
         mesh = messages[0].mesh
         sent, self.pipeline = syncs(mesh.layout), mesh.layout.pp > 1
@@ -155,6 +159,35 @@ class Sharded(Replica):
                 private.gather_in_background(root)
             if summed is not None:
                 private.keep_sums(_units(root), summed)
+        self.layers, self._largest = layers or {}, dict[str, Tensor]()
+        self.narrow()
+
+    def narrow(self) -> None:
+        """Lets the weights that layers round be gathered in 8 bits, where scales allow it."""
+        rounds = {n: one for n, one in self.layers.items() if one.rounded}
+        rounded = {f"{name}.{matrix}" for name, layer in rounds.items() for matrix in matrices(layer)}
+        scaling = next((getattr(layer.rounded, "scaling", "") for layer in rounds.values()), "")
+        width, self.agreed = self.compute_dtype.itemsize, list[str]()
+        names = {id(parameter): name for name, same in self._params.items() for parameter in same}
+        for messages in self.messages if self.layers else ():
+            table, order = messages.table, [names[id(p)] for p, _ in private.rows(messages.module)]
+            tiles = table.narrow(scaling, rounded, messages.mesh.layout)
+            shapes, R = dict(zip(table.names, table.pieces, strict=True)), round(table.message(tiles, width))
+            pieces = [(name, shapes[name], tiles.get(name)) for name in order]
+            messages.code = NarrowRows(pieces, R, width) if tiles else None
+            messages.largest = self.largest
+            self.agreed += tiles if scaling == TENSOR else ()
+
+    def largest(self) -> Mapping[str, Tensor]:
+        """The largest number (fp32) of each matrix that has one scale. The ranks that divide its rows agree on it when
+        they first gather weights after these have changed."""
+        if self.agreed and not self._largest:
+            rows = (self.masters[name] for name in self.agreed)
+            mine = torch.stack([x.abs().amax() if x.numel() else x.new_zeros(()) for x in rows])
+            axis = self.messages[0].mesh.axis("shard").for_purpose("scales")
+            most = axis.all_reduce(mine.to(self.compute_dtype).float(), "max")
+            self._largest = dict(zip(self.agreed, most, strict=True))
+        return self._largest
 
     def start_step(self) -> None:
         """Forgets the gradients of the last step, and frees their memory."""
@@ -209,10 +242,12 @@ class Sharded(Replica):
         self.forget_gathered()
 
     def refresh(self) -> None:
+        self.narrow()
         self.forget_gathered()
 
     def forget_gathered(self) -> None:
         """Frees the gathered weights after the masters have changed; the next forward gathers them again."""
+        self._largest = {}
         for unit in self.units:
             unit.reshard()
         for messages in self.messages:
@@ -257,8 +292,9 @@ def _units(module: Any) -> list[FSDPModule]:
 
 class UnitMessages:
     """The messages of one unit. sent: dtype of gradient messages. gathers, scatters: those of ZeRO++,
-    which take the place of the axis' own. taken: called with the rows that a scatter has brought, before FSDP2 gets
-    them, if they leave the device (offload/rows.py).
+    which take the place of the axis' own. code, largest: of weights that are gathered in 8 bits (`Sharded.narrow`).
+    taken: called with the rows that a scatter has brought, before FSDP2 gets them, if they leave the device
+    (offload/rows.py).
 
     In a hybrid the replicas sum their gradients once per step: in the `last` microbatch, together with the gradients
     that earlier microbatches have scattered (stages 2 and 3). FSDP2 adds these up in the buffer that `arrived` first;
@@ -267,6 +303,8 @@ class UnitMessages:
 
     gathers: Gathers | None = None
     scatters: Scatters | None = None
+    code: NarrowRows | None = None
+    largest: Callable[[], Mapping[str, Tensor]]
     taken: Callable[[Tensor], None] | None = None
 
     def __init__(self, mesh: Mesh, unit: FsdpUnit, sent: torch.dtype):
@@ -301,14 +339,22 @@ class UnitMessages:
         """FSDP2's all-gather of a unit's weights."""
         if self.gathers is not None:
             finish = self.gathers.start(input_tensor, output_tensor)
-        elif self.gathered.name != LIBRARY:
-            finish = self.gathered.start(input_tensor, self.axis.purpose, output_tensor)
+        elif (code := self.code) is not None:
+            sent, ranks = code.encode(input_tensor, self.largest()), self.axis.size
+            arrived = self._gather(sent, sent.new_empty(ranks * code.R))
+            finish = lambda: code.decode(arrived().view(ranks, -1), output_tensor.view(ranks, -1))  # noqa: E731
         else:
-            finish = self.axis.start_all_gather(input_tensor, output_tensor)
+            finish = self._gather(input_tensor, output_tensor)
         if async_op:
             return _Waits(finish)
         finish()
         return None
+
+    def _gather(self, x: Tensor, out: Tensor) -> Started:
+        """Starts to gather every rank's x by the layout's algorithm."""
+        if self.gathered.name != LIBRARY:
+            return self.gathered.start(x, self.axis.purpose, out)
+        return self.axis.start_all_gather(x, out)
 
     def scatter(self, output_tensor: Tensor, input_tensor: Tensor, group: object, op: object) -> None:
         """FSDP2's reduce-scatter of a unit's gradients."""

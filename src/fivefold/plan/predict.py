@@ -36,7 +36,7 @@ from fivefold.plan.time import offload, servers
 from fivefold.plan.time.stage_costs import Parts, parts, recomputed
 from fivefold.plan.time.time import SlowLinks, Stalls, Step, slow_links, stalls, step
 from fivefold.precision import DTYPES, MASTER, PRECISIONS, sent
-from fivefold.precision.fp8 import ALONG
+from fivefold.precision.fp8 import ALONG, scaling
 from fivefold.recipe import Recipe, expected_vocab_size, flops_per_token, microbatches_per_step, resolve
 from fivefold.recipe.rules import allows
 from fivefold.sharding.layout import Layout, to_text
@@ -339,10 +339,11 @@ def for_recipe(software: Software, recipe: Recipe) -> Software:
         copied = DTYPES[MASTER].bytes * copies if mode.rounds else 0.0
         reduce = DTYPES[sent(mode, recipe.precision.reduce)].bytes
         states[name] = replace(plain, reduce=reduce, moments=moments, copied=copied, estimate=estimate)
-        if "fp8_scaling" in mode.fields and recipe.precision.fp8_scaling == ALONG:
+        if scaling(mode, recipe.precision.fp8_scaling) == ALONG:
             states[name] = replace(states[name], rounded=plain.working)
-    narrow = recipe.precision.fp8_dispatch
-    return replace(software, states=states, optimizer=card.name, estimates=passes, fp8_dispatch=narrow)
+    narrow, by = recipe.precision.fp8_dispatch, recipe.precision.fp8_scaling
+    software = replace(software, fp8_dispatch=narrow, fp8_scaling=by)
+    return replace(software, states=states, optimizer=card.name, estimates=passes)
 
 
 def with_load(software: Software, model: ModelSection, load: float | None) -> Software:

@@ -21,16 +21,16 @@ from fivefold.optim import OPTIMIZERS
 from fivefold.plan.cluster.devices import Cluster, Device
 from fivefold.plan.messages.communication import Group, group
 from fivefold.precision import DTYPES, MASTER, PRECISIONS, chosen
-from fivefold.precision.fp8 import row_bytes
+from fivefold.precision.fp8 import SCALINGS, row_bytes, scaling
 from fivefold.recipe import Recipe
 from fivefold.schedules.pipeline import DEFAULT, Schedule, stages_per_rank
-from fivefold.sharding.layout import Layout
+from fivefold.sharding.layout import Layout, changed
 from fivefold.sharding.layout_rules import on_nodes
 from fivefold.sharding.parts import Shape, ends_of, sharing_group, stage_blocks, stages_of
 from fivefold.sharding.sequence import some_queries
 from fivefold.sharding.sync import ONE_REPLICA_GROUP, ReplicaGroups
 from fivefold.sharding.tiers import tiers
-from fivefold.sharding.units import Keeping, compressed_buckets, keepings
+from fivefold.sharding.units import FsdpUnit, Keeping, compressed_buckets, keepings
 
 if TYPE_CHECKING:
     from fivefold.kernels.tiling import Sample
@@ -189,7 +189,7 @@ class Software(Program):
     optimizer_passes: how often an unfused optimizer reads and writes its memory. optimizer: its name in the registry.
     estimates: forwards and backwards per step that only estimate the curvature.
     checked: each update is checked by the largest weight (step/step.py). fp8_dispatch: rows travel to experts
-    in 8 bits.
+    in 8 bits. fp8_scaling: the recipe's.
     documents: those that attention does not cross; None: sequences are whole.
     """
 
@@ -209,6 +209,7 @@ class Software(Program):
     estimates: float = 0.0
     checked: bool = True
     fp8_dispatch: bool = False
+    fp8_scaling: str = SCALINGS[0]
     documents: Documents | None = None
     states: dict[str, States] = field(default_factory=lambda: {name: own_states(name) for name in PRECISIONS})
 
@@ -269,6 +270,24 @@ class Setting:
     def states(self) -> States:
         """Bytes per parameter."""
         return self.software.states[self.mode]
+
+    @property
+    def fp8_scaling(self) -> str:
+        """What shares a scale in this mode; "": it is none of fp8."""
+        return scaling(PRECISIONS[self.mode], self.software.fp8_scaling)
+
+    def narrow(self, unit: FsdpUnit) -> dict[str, tuple[int, int]]:
+        """The parameters of a unit that are gathered in 8 bits, with their tiles."""
+        return unit.narrow(self.fp8_scaling, self.card.rounded if self.fp8_scaling else (), self.layout)
+
+    @property
+    def gathered(self) -> float:
+        """Bytes of an element in gathers, on average over the model."""
+        if not self.fp8_scaling or self.layout.shards == 1:
+            return self.states.working
+        same = {name: getattr(self.layout, name) for name in ("tp", "ep", "sp", "zeropp", "offload")}
+        one = changed(Layout(), dp_shard=self.layout.shards, zero=3, **same)
+        return _gathered(self.model, one, self.fp8_scaling, self.states.working)
 
     @cached_property
     def rounded_once(self) -> tuple[bool, bool]:
@@ -432,3 +451,12 @@ def _stages(
         cut.append(range(start, max(start, stop)))
         start = max(start, stop)
     return (*cut, range(start, model.layers))
+
+
+@lru_cache(maxsize=1024)
+def _gathered(model: ModelSection, layout: Layout, scaling: str, width: float) -> float:
+    """`Setting.gathered` of a model in one stage."""
+    card = card_of(model)
+    units = [unit for keeping in keepings(card, layout, [0]) for unit in keeping.units]
+    sent = sum(unit.message(unit.narrow(scaling, card.rounded, layout), width) for unit in units)
+    return sent / sum(sum(unit.shares) for unit in units)

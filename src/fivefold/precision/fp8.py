@@ -7,6 +7,7 @@ request 70 and its runs with fp8 moments: E4M3 with a power of two per tensor, a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from fivefold.precision.card import Mode
@@ -14,12 +15,29 @@ from fivefold.precision.formats import FORMATS
 
 SCALINGS = ("block", "row", "tensor")
 """`precision.fp8_scaling`."""
+TENSOR = "tensor"
+"""The one whose scales are those of whole tensors: a tensor is rounded once for all of its products."""
 ALONG = "row"
 """The one whose scales are along each matmul's own sum (`Mode.along`)."""
 GRADIENTS = {"e5m2": FORMATS["fp8 e5m2"], "e4m3": FORMATS["fp8 e4m3"]}
 """`precision.fp8_backward`."""
 BLOCK = 128
 """Numbers along a side of a block."""
+
+
+def scaling(mode: Mode, fp8_scaling: str) -> str:
+    """What shares a scale in a mode; "": it scales no tiles as these modes do. fp8_scaling: the recipe's."""
+    return TENSOR if mode.weight else fp8_scaling if "fp8_scaling" in mode.fields else ""
+
+
+def tile_of_rows(scaling: str, part: Sequence[int]) -> tuple[int, int] | None:
+    """(rows, columns) that share a scale in a rank's part (..., r, D) of a weight, if ranks can gather it in 8 bits.
+    None: they gather it as it is, since a scale spans ranks, or forward and backward need others. Of a matrix that has
+    one scale the ranks agree on the largest number first."""
+    rows, columns = part[-2:]
+    if scaling == TENSOR and len(part) == 2:
+        return rows, columns
+    return (BLOCK, BLOCK) if scaling == "block" and rows % BLOCK == columns % BLOCK == 0 else None
 
 
 def row_bytes(features: int) -> int:

@@ -325,8 +325,12 @@ class Local:
 
     def share(self, ranks: int, index: int = 0) -> int:
         """Elements that rank `index` of `ranks` keeps when they share the parameter; rank 0 has most."""
+        return math.prod(self.piece(ranks, index))
+
+    def piece(self, ranks: int, index: int = 0) -> Shape:
+        """The shape of what that rank keeps."""
         dim, (start, stop) = kept_rows(self.shape, index, ranks)
-        return (stop - start) * self.size // self.shape[dim]
+        return (*self.shape[:dim], stop - start, *self.shape[dim + 1 :])
 
 
 def local_parameters(model: Model, layout: Layout) -> dict[str, Local]:

@@ -16,12 +16,13 @@ FSDP2 gathers and scatters them in units: a block, its experts if fewer ranks sh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
 from fivefold.errors import UserError, did_you_mean
+from fivefold.precision.fp8 import tile_of_rows
 from fivefold.schedules.compression import NONE
 from fivefold.schedules.compression.blocks import INT4, INT8, Blocks
 from fivefold.sharding.layout import Layout, buckets, groups
@@ -96,7 +97,7 @@ class FsdpUnit:
     """Parameters that FSDP2 gathers and scatters together.
 
     stage: their pipeline stage. module: name of the wrapped module; "" is the stage itself. group: the ranks that share
-    them. shares: elements of each parameter on a rank, with rows padded to a multiple of the ranks. padded: the sum
+    them. pieces: the shape of each parameter on a rank, with rows padded to a multiple of the ranks. padded: the sum
     over all ranks. trained: that of the parameters with gradients. across: the parameters that are divided along
     another dim than the first.
     """
@@ -105,10 +106,31 @@ class FsdpUnit:
     module: str
     group: str
     names: tuple[str, ...]
-    shares: tuple[int, ...]
+    pieces: tuple[Shape, ...]
     padded: int
     trained: int
     across: tuple[str, ...]
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Elements of each parameter on a rank."""
+        return tuple(map(math.prod, self.pieces))
+
+    def narrow(self, scaling: str, rounded: Container[str], layout: Layout) -> dict[str, tuple[int, int]]:
+        """The parameters that are gathered in 8 bits, with the (rows, columns) of a piece that share a scale. rounded:
+        the matrices that layers round."""
+        if zeropp(layout.zeropp).two_gathers or OFFLOADS[layout.offload].streams:
+            return {}
+        named = zip(self.names, self.pieces, strict=True)
+        tiles = {name: tile_of_rows(scaling, piece) for name, piece in named if name in rounded}
+        return {name: tile for name, tile in tiles.items() if tile}
+
+    def message(self, narrow: Mapping[str, tuple[int, int]], width: float) -> float:
+        """Bytes of a rank's part of a gather. width: of an element that is not narrow. A tile has a scale (fp32)."""
+        size = 0.0
+        for name, share in zip(self.names, self.shares, strict=True):
+            size += share + 4 * share / math.prod(narrow[name]) if name in narrow else share * width
+        return math.ceil(size / 4) * 4 if narrow else size
 
 
 @dataclass(frozen=True)
@@ -194,11 +216,12 @@ def _units(model: Model, layout: Layout, stage: int, names: Sequence[str]) -> li
     found = []
     for (module, group), members in parts.items():
         ranks = sharing_group(layout, expert=group == "eshard")[1]
-        shares = tuple(local[name].share(ranks) for name in members)
+        pieces = tuple(local[name].piece(ranks) for name in members)
+        shares = list(map(math.prod, pieces))
         across = tuple(name for name in members if kept_rows(local[name].shape, 0, ranks)[0])
         padded = ranks * sum(shares)
         still = ranks * sum(s for n, s in zip(members, shares, strict=True) if n in model.frozen)
-        found.append(FsdpUnit(stage, module, group, tuple(members), shares, padded, padded - still, across))
+        found.append(FsdpUnit(stage, module, group, tuple(members), pieces, padded, padded - still, across))
     return sorted(found, key=lambda unit: len(unit.module.split(".")) if unit.module else 0, reverse=True)
 
 

@@ -278,6 +278,8 @@ def buffers(s: Setting, first: bool, last: bool, some: bool = True) -> Buffers:
     if last and not scattered_once(layout.zero, layout.pp):
         on_its_way += b.working * behind.computes  # scattered together with the embedding's
     under_way = 0.0  # of the next unit's weights, besides the place where FSDP2 wants them
+    if s.gathered < b.working:  # a message of fewer bits
+        under_way = s.gathered * (1 + 1 / shards)
     if (plus := zeropp(layout.zeropp)).two_gathers:
         under_way = plus.weights.per_element if plus.weights else b.working
         under_way /= 1 if keeps_copies(layout) else groups(layout)["inside"][0]
@@ -335,7 +337,9 @@ def sum_scratch(s: Setting, position: int) -> float:
         for unit in keeping.units:
             sharing = sharing_group(layout, unit.group == "eshard")[1]
             sent.append(("all_reduce", "replicate", unit.trained // sharing, b.gradient))
-            sent.append(("all_gather", unit.group, unit.padded, b.working))
+            narrow = s.narrow(unit)
+            bits = round(sharing * unit.message(narrow, b.working)), 1.0
+            sent.append(("all_gather", unit.group, *(bits if narrow else (unit.padded, b.working))))
             sent.append(("reduce_scatter", unit.group, unit.trained, b.reduce))
         for buffer in keeping.buffers:
             sent.extend(("all_reduce", buffer.group, size, b.reduce) for size in buffer.bucket_sizes)

@@ -27,6 +27,7 @@ from fivefold.plan.memory.model_states import divided
 from fivefold.plan.messages.communication import best_all_reduces, summed_by
 from fivefold.plan.setting import Partition, Setting, stages
 from fivefold.precision import DTYPES, MASTER
+from fivefold.precision.fp8 import TENSOR
 from fivefold.schedules import ring_attention
 from fivefold.schedules.collectives.collective import Collective, Primitive, messages_of
 from fivefold.schedules.collectives.registry import LIBRARY, chosen
@@ -185,7 +186,7 @@ def moments(s: Setting, rank: int = 0) -> Iterator[Moment]:
     yield from _gradients(s, rank, position)
     for when, sent in (
         (GRADIENTS, shared(s, position, index_in(s.layout, "shard", rank))),
-        ("end of the step", control(s)),
+        ("end of the step", control(s, position)),
         ("update", matrices(s, rank)),
     ):
         yield from (Moment(when, *message) for message in sent)
@@ -244,7 +245,9 @@ def _gradients(s: Setting, rank: int, position: int) -> Iterator[Moment]:
         return
     for keeping in s.keepings(position):
         for unit in keeping.units:
-            for sync, size in synced(s, unit.padded, unit.group == "eshard", unit.shares, unit.trained):
+            sent = unit.message(s.narrow(unit), s.states.working)
+            own = unit.padded, unit.group == "eshard", unit.shares, unit.trained, sent
+            for sync, size in synced(s, *own):
                 name = "a block" if unit.module else "the rest of the model"  # which no block has
                 if sync.what == "sum":
                     yield from _together(f"{GRADIENTS} of {name}", _sum(s, rank, sync, size), 1)
@@ -301,12 +304,17 @@ def _moves(index: int, group: str, schedule: Collective, size: float, each: floa
 
 
 def synced(
-    s: Setting, whole: float, expert: bool, shares: Sequence[int] = (), trained: float | None = None
+    s: Setting,
+    whole: float,
+    expert: bool,
+    shares: Sequence[int] = (),
+    trained: float | None = None,
+    gathered: float | None = None,
 ) -> Iterator[tuple[Sync, float]]:
     """The messages of data parallelism for parameters with so many elements, with the bytes of each: of the larger of
     its input and output. whole: with each parameter's rows padded to a multiple of the ranks that share them. shares:
     see `FsdpUnit`; without them a quantised message is as if for one parameter. trained: those with gradients; None:
-    all."""
+    all. gathered: bytes of a rank's part of weights that are not quantised; None: as those of an average parameter."""
     if not whole:
         return
     b, ranks = s.states, sharing_group(s.layout, expert)[1]
@@ -317,7 +325,9 @@ def synced(
         if sync.rows:  # what arrived is as exact as the sum over microbatches
             yield sync, own / ranks * b.gradient
         elif s.group(sync.group).ranks > 1:
-            width = b.working if sync.what == "gather" else b.reduce
+            width = b.reduce
+            if sync.what == "gather":
+                width = s.gathered if gathered is None else ranks * gathered / own
             yield sync, sync.size(own, width, shares or (math.ceil(own / ranks),), ranks)
 
 
@@ -391,12 +401,15 @@ def matrices(s: Setting, rank: int) -> list[Sent]:
     return [("all_to_all", group, size * fp32) for group, size in sizes_sent(found)] * 2
 
 
-def control(s: Setting) -> list[Sent]:
+def control(s: Setting, position: int = 0) -> list[Sent]:
     """The numbers that all ranks agree on once per step, in fp64: the loss, whether to stop or save, the squared norm,
     and whether the last update has destroyed weights; and expert loads (with four more numbers per block). Replica
-    groups agree on the means of the first four."""
+    groups agree on the means of the first four. The largest numbers (fp32) of weights whose ranks agree on a scale."""
     apart = [("all_reduce", "replica_groups", 32.0)] if s.replica_groups.count > 1 else []
     if s.layout.ranks == 1:
         return apart
     sizes = [32.0, 8.0 * math.prod(s.card.load_sums)] if s.card.has_experts else [32.0]
+    kept = s.keepings(position) if s.fp8_scaling == TENSOR else []
+    if agreed := sum(len(s.narrow(unit)) for keeping in kept for unit in keeping.units):
+        apart.append(("all_reduce", "shard", 4.0 * agreed))
     return [*(("all_reduce", "all", size) for size in sizes), *apart]

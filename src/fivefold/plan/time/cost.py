@@ -18,6 +18,7 @@ from fivefold.plan.messages import communication
 from fivefold.plan.messages.communication import exposed, held
 from fivefold.plan.setting import Setting
 from fivefold.precision import MASTER
+from fivefold.precision.fp8 import TENSOR
 from fivefold.schedules import timelines
 from fivefold.schedules.chunks import row_spans, spans
 from fivefold.schedules.ring_attention import messages
@@ -183,7 +184,7 @@ def operation(op: Operation, s: Setting) -> Cost:
     inputs = gap + (0.0 if within else stream(op.backward, device, op.rate, dtype, True))
     weight = 0.0
     if op.matmul:
-        each = op.matmul.rounded(s.rounded_once[op.matmul.grouped])
+        each = op.matmul.rounded(s.rounded_once[op.matmul.grouped], s.fp8_scaling == TENSOR)
         narrow = s.sizes.narrow and any(each)
         rate = dtype if s.sizes.narrow and (op.matmul.grouped or not narrow) else s.rate
         ahead, first, second = products(op.matmul, device, rate, e)
