@@ -401,3 +401,23 @@ def test_hidden_messages_between_nodes_cost_a_part_on_hopper() -> None:
     assert exposed("a100") == exposed("a100", contended=0.0)
     within = replace(layout, dp_shard=8)
     assert stage_costs.contended(llama_setting(within, FIVEFOLD), own) == (0.0, 0.0, 0.0)
+
+
+def test_delayed_scales_round_less() -> None:
+    """Weights once per step under ZeRO 1, too; activations and gradients once, each read once."""
+    layout = Layout(dp_shard=2, zero=1)
+
+    def block(software: Software) -> float:
+        s = setting(llama_setting(layout, software).model, layout, parse("h100"), 1, 16, "fp8", software)
+        return sum(operation(op, s).seconds for op in s.work.block[s.kind(False, "none")])
+
+    ours, delayed = block(FIVEFOLD), block(replace(FIVEFOLD, delayed=True))
+    s = llama_setting(layout, FIVEFOLD)
+    products = [op.matmul for op in s.work.block[s.kind(False, "none")] if op.matmul]
+    weights, inputs, outputs = (
+        sum(a * b for a, b in pairs)
+        for pairs in zip(*(((m.n, m.k), (m.m, m.k), (m.m, m.n)) for m in products), strict=True)
+    )
+    before = (2 * 2 + 1) * 2 * (weights + inputs + outputs)
+    after = (2 + 2 * 1) * (inputs + outputs)
+    assert ours - delayed == pytest.approx(cost.stream(before - after, s.cluster.device))

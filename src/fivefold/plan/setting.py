@@ -189,7 +189,8 @@ class Software(Program):
     optimizer_passes: how often an unfused optimizer reads and writes its memory. optimizer: its name in the registry.
     estimates: forwards and backwards per step that only estimate the curvature.
     checked: each update is checked by the largest weight (step/step.py). fp8_dispatch: rows travel to experts
-    in 8 bits. fp8_scaling: the recipe's.
+    in 8 bits. fp8_scaling: the recipe's. delayed: numbers of 8 bits have scales of earlier steps (Transformer Engine),
+    so each activation, gradient, and once per step each weight, is read once and written in the orders of all products.
     documents: those that attention does not cross; None: sequences are whole.
     """
 
@@ -210,6 +211,7 @@ class Software(Program):
     checked: bool = True
     fp8_dispatch: bool = False
     fp8_scaling: str = SCALINGS[0]
+    delayed: bool = False
     documents: Documents | None = None
     states: dict[str, States] = field(default_factory=lambda: {name: own_states(name) for name in PRECISIONS})
 
@@ -273,8 +275,8 @@ class Setting:
 
     @property
     def fp8_scaling(self) -> str:
-        """What shares a scale in this mode; "": it is none of fp8."""
-        return scaling(PRECISIONS[self.mode], self.software.fp8_scaling)
+        """What shares a scale in this mode; "": it is none of fp8, or scales are delayed."""
+        return "" if self.software.delayed else scaling(PRECISIONS[self.mode], self.software.fp8_scaling)
 
     def narrow(self, unit: FsdpUnit) -> dict[str, tuple[int, int]]:
         """The parameters of a unit that are gathered in 8 bits, with their tiles."""
@@ -295,7 +297,7 @@ class Setting:
         rounds those that are gathered or streamed."""
         held = PRECISIONS[self.mode].kernel and not tiers(self.layout.offload, self.states.master > 0).streams
         one, two = (sharing_group(self.layout, expert)[1] == 1 for expert in (False, True))
-        every = not self.layout.zero
+        every = self.software.delayed or not self.layout.zero
         return bool(held and (every or one)), bool(held and (every or two))
 
     @property
@@ -308,8 +310,10 @@ class Setting:
 
     @property
     def rounding_traffic(self) -> float:
-        """Bytes that rounding an element moves: it is read twice, for the scale and for the number."""
-        return 2 * self.sizes.e + self.sizes.narrow
+        """Bytes that rounding an element moves: it is read twice, for the scale and for the number; or once, and
+        written in two orders."""
+        once = self.software.delayed
+        return (1 if once else 2) * self.sizes.e + (2 if once else 1) * self.sizes.narrow
 
     @cached_property
     def card(self) -> Card:

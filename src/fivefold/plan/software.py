@@ -54,13 +54,15 @@ MEGATRON_CORE = replace(
     states={"bf16": States(2, 4, 4, 8, 4)},
 )
 # The same with what NeMo's recipes switch on: gradients, weights and transfers between stages overlap, gradients are
-# sent in bf16, and tensor-parallel messages travel in 4 pieces (`num_splits` of Transformer Engine's user buffers).
+# sent in bf16, tensor-parallel messages travel in 4 pieces (`num_splits` of Transformer Engine's user buffers), and
+# fp8 has delayed scales.
 NEMO = replace(
     MEGATRON_CORE,
     name="nemo",
     overlap_data=True,
     overlap_pipeline=True,
     tensor=TensorWay(pieces=4),
+    delayed=True,
     states={name: States(2, 4, 4, 8, 2) for name in ("bf16", "fp8")},
 )
 # FSDP2, compiled blocks, whole logits. DTensor gathers and scatters sequences, dim 1, by way of copies.

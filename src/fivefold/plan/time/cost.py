@@ -184,7 +184,9 @@ def operation(op: Operation, s: Setting) -> Cost:
     inputs = gap + (0.0 if within else stream(op.backward, device, op.rate, dtype, True))
     weight = 0.0
     if op.matmul:
-        each = op.matmul.rounded(s.rounded_once[op.matmul.grouped], s.fp8_scaling == TENSOR)
+        both, delayed = s.fp8_scaling == TENSOR, s.software.delayed
+        each = op.matmul.rounded(s.rounded_once[op.matmul.grouped], both or delayed)
+        each = (*each[:2], 0.0) if delayed else each
         narrow = s.sizes.narrow and any(each)
         rate = dtype if s.sizes.narrow and (op.matmul.grouped or not narrow) else s.rate
         ahead, first, second = products(op.matmul, device, rate, e)
