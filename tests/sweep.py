@@ -53,18 +53,21 @@ def candidates() -> Iterator[Layout]:
             shape = Layout(**axes, zero=zero, sp=sp, ep=ep)
             if any(problems(shape)):
                 continue
-            others = {"recompute": next(recomputes), **next(ways[axes["pp"]])}
+            way = next(way for way in next(ways[axes["pp"]]) if not any(problems(replace(shape, **way))))
+            others = {"recompute": next(recomputes), **way}
             yield replace(shape, **options, **others)
             if options and options["cp_method"] != EVERYWHERE:
                 yield replace(shape, cp_method=EVERYWHERE, **others)
 
 
-def _schedules(pp: int) -> list[dict]:
-    """Schedules, with the fewest stages that they allow, for which 8 blocks are enough."""
+def _schedules(pp: int) -> list[list[dict]]:
+    """By turn, schedules with the fewest stages that they allow, for which 8 blocks are enough: the one whose turn it
+    is, and those that follow, for layouts with which it does not combine."""
     if pp == 1:
-        return [{}]
+        return [[{}]]
     fewest = {name: made.stages[0] for name, made in SCHEDULES.items()}
-    return [{"schedule": n, "virtual_stages": stages} for n, stages in fewest.items() if pp * stages <= 8]
+    ways = [{"schedule": n, "virtual_stages": stages} for n, stages in fewest.items() if pp * stages <= 8]
+    return [ways[turn:] + ways[:turn] for turn in range(len(ways))]
 
 
 def sizes(layout: Layout) -> tuple[int, int]:
