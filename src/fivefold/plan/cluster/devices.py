@@ -33,7 +33,7 @@ class Device:
     "matmul", "attention" or "ring" (of the links within a node). margin: the share of memory that plans leave free.
     contended: the share of a message of blocks or of data parallelism between nodes that computation does not hide,
     since both need the device's memory and processors. (Of what a pipeline's pairs and transfers hide nothing shows.)
-    watts: the most that it draws; 0: not known. sheet: the name of its data sheet, also where a file changes some of it.
+    watts: the most that it draws; 0: not known. sheet: the name of its data sheet, also if a file changes it.
     """
 
     name: str
