@@ -50,6 +50,7 @@ ELSEWHERE = {
     "parallel/offload/pages.py Pages.written wait": UNSEEN,
     "parallel/offload/rows.py Rows.wait wait": "the host has waited",
     "parallel/offload/update.py StreamedUpdater.ready wait": IO,
+    "parallel/offload/update.py StreamedUpdater.ready.done wait": IO,
     "parallel/offload/update.py StreamedUpdater.settle wait": IO,
     "parallel/pipeline.py _Run._clock synchronize": MEASURES,
     "train/instruments.py ProfileWatch.begin_step synchronize": MEASURES,
