@@ -72,13 +72,13 @@ HtmlOption = Annotated[
     Path | None, option("FILE", "Write a page with the pictures and with sliders for the sizes.")
 ]
 ExpertLoadOption = Annotated[
-    float | None, option("X", "Load of the busiest expert rank relative to an even split. [default: 1]")
+    float | None, option("X", "Load of the busiest expert rank (1: even). [default: 1]")
 ]
 DocumentTokensOption = Annotated[
     float | None,
     option(
         "N",
-        "Average length of the documents, which attention does not cross. [default: counted in tokenized data]",
+        "Average tokens of a document. [default: from the data]",
     ),
 ]
 MarginOption = Annotated[
@@ -120,10 +120,10 @@ def plan(
     html: HtmlOption = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Predict memory, step time and communication of a recipe on a cluster, before anything runs.
+    """Predict memory, step time and communication of a recipe on a cluster.
 
-    A layout for another number of devices is replaced by the fastest one that fits. See also `plan search`,
-    `plan terms` for the terms of papers and courses, `plan trace` for exact figures, and `plan calibrate`.
+    A layout for another number of devices is replaced by the fastest that fits. See also `plan search`, `plan terms`
+    (of papers and courses), `plan trace` (exact figures), `plan calibrate`.
     """
     from fivefold.plan.advice.budget import answer
 
