@@ -4,8 +4,7 @@
 
 Every way to divide 8 ranks among the axes, with every ZeRO stage, with and without sequence parallelism, and for a
 mixture of experts with every ep. Gathered keys and values run in each layout with cp; the other options take turns:
-schedule, cp_method, recompute. fp32, a tiny model, 2
-steps; the tolerances are verify's. Exit code 1 if a layout fails.
+schedule, cp_method, recompute. fp32, a tiny model, 2 steps; the tolerances are verify's. Exit code 1 if a layout fails.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def test_published_text_gives_the_tokens_of_its_documents(tmp_path: Path, expect
         content += b"".join(record("conversion", text) for text in DOCUMENTS) + record("conversion", "")
     else:
         old = "<revision><text>old</text></revision>"
-        others = [article("x", 1), article("", 0), article("x", 0, "<redirect title='A'/>")]
+        others = [article("x", 1), article("", 0, old), article("x", 0, "<redirect title='A'/>")]
         content = dump(*others, *(article(text, 0, old) for text in DOCUMENTS))
     ending = name.rpartition(".")[2]
     path = write(tmp_path / name, packed(ending, content) if ending in ("gz", "bz2") else content)
@@ -139,6 +139,15 @@ def test_published_text_gives_the_tokens_of_its_documents(tmp_path: Path, expect
     [(document, place)] = KINDS[file.kind].read(0, file, last, Fields("body"))
     assert isinstance(document, Document)
     assert (document.text, place) == (DOCUMENTS[-1], last + 1)
+
+
+def test_other_xml_of_a_folder_is_left_out(tmp_path: Path) -> None:
+    """A file named by itself is refused, as `test_faults_of_published_text` says."""
+    write(tmp_path / "pom.xml", b"<project></project>")
+    write(tmp_path / "a.xml", dump(article("fine")))
+    found = find(str(tmp_path))
+    assert [file.name for file in found.files] == ["a.xml"]
+    assert found.unknown == {".xml": 1}
 
 
 PAGE = record("conversion", "fine")

@@ -531,6 +531,13 @@ def test_8_bits_are_rounded_once_for_both_products(monkeypatch: pytest.MonkeyPat
     assert all(map(torch.equal, shared, apart))
 
 
+def test_no_rows_are_rounded_to_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of experts that nobody has chosen, on a device that multiplies 8 bits."""
+    monkeypatch.setattr(Fp8, "multiplies", lambda *_: True)
+    how, none = Fp8(E5M2, scaling="tensor"), torch.zeros(0, 144, dtype=torch.bfloat16)
+    assert how.both(none).shape == none.shape
+
+
 def test_compiled_blocks_round_what_shares_a_tensor_once() -> None:
     """The whole joint graph of forward and backward: a compiler sees that an input is rounded twice, and does it once;
     not with other scales, whose tiles of an input and of its transpose differ."""
@@ -592,7 +599,9 @@ GATHERS = [
         ("fp8", "dp=2,zero=3,recompute=full", WIDE), ("fp8", "dp=2,zero=3,all_gather=ring", WIDE),
         ("fp8", "tp=2,dp=2,zero=3,sp=true", ["precision.fp8_scaling=tensor"]),
         ("fp8", "dp_replicate=2,dp_shard=2,zero=3", WIDE),
-        ("fp8", "pp=2,dp=2,zero=1,schedule=zbv,virtual_stages=2", ["precision.fp8_scaling=tensor"]),
+        ("fp8", "pp=2,dp=2,zero=1,schedule=zbv,virtual_stages=2",
+         ["precision.fp8_scaling=tensor", "model.tie_embeddings=false"]),
+        ("fp8", "dp=2,zero=3", [*WIDE, "precision.fp8_skip_first=1"]),
         ("fp8", "dp=4,ep=2,zero=3", ["precision.fp8_scaling=tensor"]),
     ),
 ]  # fmt: skip

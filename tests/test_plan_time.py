@@ -67,9 +67,9 @@ def test_a_plan_says_how_far_published_runs_of_its_kind_were_off() -> None:
         return str(evidence(predict(load(recipe, [*sets], layout), parse(cluster)).setting))
 
     dense = said("llama3-8b", "h100:8", "dp=8,zero=3")
-    assert "(torchtitan, KempnerForge)" in dense
-    assert "(NeMo)" in said("llama3-8b", "h100:8", "dp=8,zero=3", "precision.mode=fp8")
-    assert "(SimuMax)" in said("mixtral-8x7b", "b200:64", "dp=64,ep=8,zero=1")
+    assert "(torchtitan, KempnerForge; 2 to " in dense
+    assert "(NeMo; 8 to 2,048 devices)" in said("llama3-8b", "h100:8", "dp=8,zero=3", "precision.mode=fp8")
+    assert "(SimuMax; 8 devices)" in said("mixtral-8x7b", "b200:64", "dp=64,ep=8,zero=1")
     assert said("mixtral-8x7b", "h100:64", "dp=64,ep=8,zero=1") == "None"
 
 
@@ -421,3 +421,13 @@ def test_delayed_scales_round_less() -> None:
     before = (2 * 2 + 1) * 2 * (weights + inputs + outputs)
     after = (2 + 2 * 1) * (inputs + outputs)
     assert ours - delayed == pytest.approx(cost.stream(before - after, s.cluster.device))
+
+    def update(software: Software) -> float:
+        own = setting(s.model, layout, parse("h100"), 1, 16, "fp8", software)
+        return time.update(own, model_states.rank_elements(own)[0])
+
+    bare = replace(FIVEFOLD, states={"fp8": replace(FIVEFOLD.states["fp8"], rounded=0.0)}, delayed=True)
+    matrices = model_states.rank_elements(s)[0].matrices
+    moved = update(replace(FIVEFOLD, delayed=True)) - update(FIVEFOLD)
+    assert update(bare) == update(replace(FIVEFOLD, delayed=True))
+    assert moved == pytest.approx(cost.stream(4 * matrices, s.cluster.device))

@@ -77,7 +77,7 @@ def scaled_down(line: str) -> str:
     for long, short in SMALLER.items():
         line = line.replace(long, short)
     if not re.search("fivefold (train|verify|draw|sweep)", line) or re.fullmatch(
-        r"fivefold draw run(s/\w+)?", line
+        r"fivefold draw run(s/\w+)?( --out \w+)?", line
     ):
         return line
     if "--resume" in line:
@@ -173,6 +173,7 @@ def test_commands(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path / "cache"))
     for folder in ("my_texts", "tokens"):
         Path(folder).mkdir()
+    Path("examples").symlink_to(REPO / "examples")
     for name in ("one.txt", "two.txt"):
         Path("my_texts", name).write_text("the quick brown fox jumps over the lazy dog. " * 200)
     np.arange(40_000, dtype="<u2").tofile("tokens/train.bin")

@@ -234,7 +234,8 @@ def test_few_microbatches_say_what_many_do(
         request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     chunks = max(1, min(2, SCHEDULES[schedule].stages[1] or 2))
     layout = f"pp=4,schedule={schedule},virtual_stages={chunks}"
-    compare_with_small(layout, rank, layers=16 * chunks, batch=2 * (40 + rest), masks=False)
+    layers = 16 * chunks // SCHEDULES[schedule].copies
+    compare_with_small(layout, rank, layers, batch=2 * (40 + rest), masks=False)
 
 
 def compare_with_small(layout: str, rank: int, layers: int, batch: int, masks: bool = True) -> None:
@@ -248,9 +249,13 @@ def compare_with_small(layout: str, rank: int, layers: int, batch: int, masks: b
     count = microbatches_per_step(recipe)
     depths_ = depths(recipe.model, chosen, chosen.coordinates(rank)["pp"])
     counts = fewer(count, chosen)
-    assert len(depths_) == len(counts) == 2
+    assert len(depths_) == 2
     assert max(depths_) < layers
-    assert max(counts) < count
+    if SCHEDULES[chosen.schedule].varies:  # its middle repeats nothing: all microbatches are traced
+        assert counts == (count,)
+    else:
+        assert len(counts) == 2
+        assert max(counts) < count
 
     def small(L: int, m: int) -> Traced:
         model = recipe.model.model_copy(update={"layers": L})

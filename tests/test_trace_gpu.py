@@ -411,7 +411,6 @@ def test_messages_and_flops_are_those_of_a_cpu(traced, arch: str, layout: str) -
         assert answer["exact"]["memory"]["at_peak"][category] == cpu["memory"]["at_peak"][category]
 
 
-@only("states:host", "all:disk")
 @pytest.mark.slow
 def test_gradients_of_a_split_backward_wait_where_the_plan_says() -> None:
     """On the device, from a stage's I until its W: norms have gradients before matmuls. But for what is outside of
@@ -433,6 +432,7 @@ def test_gradients_of_a_split_backward_wait_where_the_plan_says() -> None:
         assert planned - outside <= found <= 1.02 * planned
 
 
+@only("states:host", "all:disk")
 @pytest.mark.parametrize("offload", PLANNED[1:])
 def test_offload_takes_off_the_device_what_the_plan_says(traced, offload: str) -> None:
     """Without torch.compile, which the plan counts on, a step takes more: the same with offload and without. The plan

@@ -1,5 +1,5 @@
 """Published runs on H100 and H200, as `published.py` compares them: NeMo in fp8, FSDP2 with PyTorch's own tensor
-parallelism, llm-foundry. Nothing of the planner is fitted to them."""
+parallelism, llm-foundry. One constant was chosen by llm-foundry's and torchtitan's (`Device.contended`)."""
 
 from __future__ import annotations
 

@@ -396,7 +396,7 @@ def compared(runs: Iterable[hopper_runs.Run]) -> Result:
 
 
 def nemo_fp8(folder: Path) -> Result:
-    """NeMo in fp8 on 8 to 1,152 H100 (NVIDIA's dgxc-benchmarking): seconds of a step."""
+    """NeMo in fp8 on 8 to 2,048 H100 (NVIDIA's dgxc-benchmarking): seconds of a step."""
     return compared(hopper_runs.nemo(read(folder, "nvidia_dgxc_h100_fp8_part.csv")))
 
 
@@ -430,25 +430,24 @@ SOURCES = {
     "torchtitan": "torchtitan",
     "nemo_fp8": "NeMo",
     "pytorch_tp": "KempnerForge",
-    "foundry": "llm-foundry",
 }
-"""Whose runs say how far a plan of their kind may be off (plan/software.py)."""
+"""Whose runs say how far a plan of their kind may be off (plan/software.py). Not llm-foundry's: programs of 2023."""
 
 
 def compare(folder: Path, names: Iterable[str] = TABLES) -> tuple[dict[str, Result], list[list[Any]]]:
     """What each table says, and what all say of each kind of run, as `software.PUBLISHED` has it."""
     results = {name: TABLES[name](folder) for name in names}
-    found: dict[Kind, list[tuple[str, float]]] = defaultdict(list)
+    found: dict[Kind, list[tuple[str, int, float]]] = defaultdict(list)
     for name, result in results.items():
         source = SOURCES.get(name, "")
         for s, ratio in result.pop(EACH, []):
-            if kind := kind_of(s):
-                found[kind].append((source, abs(ratio - 1)))
+            if source and (kind := kind_of(s)):
+                found[kind].append((source, s.layout.ranks, abs(ratio - 1)))
     rows = []
     for kind, runs in sorted(found.items()):
-        sources, off = zip(*runs, strict=True)
+        sources, ranks, off = zip(*runs, strict=True)
         means = round(fmean(off), 4), round(max(off), 4)
-        rows.append([*kind, ", ".join(dict.fromkeys(sources)), len(off), *means])
+        rows.append([*kind, ", ".join(dict.fromkeys(sources)), min(ranks), max(ranks), len(off), *means])
     return results, rows
 
 

@@ -72,13 +72,13 @@ HtmlOption = Annotated[
     Path | None, option("FILE", "Write a page with the pictures and with sliders for the sizes.")
 ]
 ExpertLoadOption = Annotated[
-    float | None, option("X", "Load of the busiest expert rank relative to an even split. [default: 1]")
+    float | None, option("X", "Load of the busiest expert rank (1: even). [default: 1]")
 ]
 DocumentTokensOption = Annotated[
     float | None,
     option(
         "N",
-        "Average length of the documents, which attention does not cross. [default: counted in tokenized data]",
+        "Average tokens of a document. [default: from the data]",
     ),
 ]
 MarginOption = Annotated[
@@ -120,10 +120,10 @@ def plan(
     html: HtmlOption = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Predict memory, step time and communication of a recipe on a cluster, before anything runs.
+    """Predict memory, step time and communication of a recipe on a cluster.
 
-    A layout for another number of devices is replaced by the fastest one that fits. See also `plan search`,
-    `plan terms` for the terms of papers and courses, `plan trace` for exact figures, and `plan calibrate`.
+    A layout for another number of devices is replaced by the fastest that fits. See also `plan search`, `plan terms`
+    (of papers and courses), `plan trace` (exact figures), `plan calibrate`.
     """
     from fivefold.plan.advice.budget import answer
 
@@ -198,6 +198,7 @@ def planned(typed: Typed, layout: str | None, params: float | None) -> tuple[Rec
         UserError: the plan cannot be made, or no layout fits.
     """
     from fivefold.plan.predict import predict
+    from fivefold.plan.software import OWN
     from fivefold.sharding.layout import Layout, to_text
 
     recipe, machine, software = read(typed, layout, params)
@@ -206,6 +207,11 @@ def planned(typed: Typed, layout: str | None, params: float | None) -> tuple[Rec
     alone = recipe.replica_groups.count > 1 or recipe.servers.count > 0  # not searched
     if typed_layout or alone or machine.devices in (0, own.ranks):
         return recipe, predict(recipe, machine, software), ""
+    if typed.software != OWN:
+        raise UserError(
+            f"--software {typed.software}: the layout of {typed.name} is for {several(own.ranks, 'rank')} and not for "
+            f"{machine.devices}, and layouts are searched for this program only; give --layout"
+        )
     best, result, considered = fastest(typed, params)
     why = (
         f"searched: the layout of {typed.name}, {to_text(own)}, is for {several(own.ranks, 'rank')} and not for "
@@ -243,7 +249,7 @@ def accuracy(plan: Plan) -> list[str]:
     lines = [f"  memory is from a formula, with a mean error of {100 * plan.memory_error:.2g}% {against}"]
     lines[0] += "; `plan trace` is exact"
     if not measured:
-        lines.append(f"  {evidence(plan.setting) or 'nobody has published the time of a run like this'}")
+        lines.append(f"  {evidence(plan.setting) or 'nobody has published the time of a run of this kind'}")
     return lines
 
 

@@ -180,7 +180,11 @@ def _of_kind(spec: str, named_files: list[tuple[str, Path, remote.Entry | None]]
         if kind is None:
             unknown[_extension(name)] += 1
         elif entry is None:
-            files.append(File(name, path.absolute(), kind[0].name, _size(path), kind[1]))
+            file = File(name, path.absolute(), kind[0].name, _size(path), kind[1])
+            if len(named_files) > 1 and not kind[0].claims(file):
+                unknown[_extension(name)] += 1
+            else:
+                files.append(file)
         else:
             files.append(File(name, path, kind[0].name, entry.size, kind[1], entry.url, entry.version))
     if not files:

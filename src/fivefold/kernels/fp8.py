@@ -91,7 +91,7 @@ class Fp8(RoundedMatmuls):
         return Factor(b8, scale.repeat_interleave(len(b) // len(scale), 0).t().contiguous())
 
     def first(self, a: Tensor, form: Format) -> Factor:
-        return self.encoded(a, form) if self.multiplies(a) else super().first(a, form)
+        return self.encoded(a, form) if a.numel() and self.multiplies(a) else super().first(a, form)
 
     def encoded(self, a: Tensor, form: Format) -> Factor:
         """A first factor in 8 bits, with its scales as PyTorch's matmul takes them."""

@@ -112,10 +112,10 @@ class RoundedMatmuls(ABC):
         dx = self.product(dy.flatten(0, -2), kept, self.gradients, weight=True)
         return dx.view(*dy.shape[:-1], weight.shape[1])
 
-    def weight_gradient(self, dy: Rows, x: Tensor) -> Tensor:
+    def weight_gradient(self, dy: Rows, x: Rows) -> Tensor:
         """dy.T @ x, summed over all leading dims. dy (..., F), x (..., D) -> (F, D)."""
-        both = self.both(dy), self.both(x, self.inputs)
-        return self.product(*(rows.flatten(0, -2).t() for rows in both), self.gradients)
+        dy, x = self.both(dy), self.both(x, self.inputs)
+        return self.product(dy.flatten(0, -2).t(), x.flatten(0, -2).t(), self.gradients)
 
     def both(self, x: Rows, form: Format | None = None) -> Rows:
         """x (..., D), rounded to a format (None: that of gradients) if one rounding serves both of its products, along

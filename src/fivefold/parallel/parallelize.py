@@ -208,7 +208,7 @@ def compile_blocks(
     options of `torch.compile`."""
     if layout.tp_chunks > 1 and how.get("backend", "inductor") == "inductor":
         # In graphs without gradients it would move the start of each message right before its wait.
-        how["options"] = {"reorder_for_locality": False}
+        how["options"] = how.get("options", {}) | {"reorder_for_locality": False}
     for stage in stages:
         if not card.stack:  # a module without blocks is compiled as a whole
             stage.compile(**how)

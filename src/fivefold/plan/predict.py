@@ -342,7 +342,8 @@ def for_recipe(software: Software, recipe: Recipe) -> Software:
         if scaling(mode, recipe.precision.fp8_scaling) == ALONG:
             states[name] = replace(states[name], rounded=plain.working)
     narrow, by = recipe.precision.fp8_dispatch, recipe.precision.fp8_scaling
-    software = replace(software, fp8_dispatch=narrow, fp8_scaling=by)
+    skips = recipe.precision.fp8_skip_first, recipe.precision.fp8_skip_last
+    software = replace(software, fp8_dispatch=narrow, fp8_scaling=by, fp8_skips=skips)
     return replace(software, states=states, optimizer=card.name, estimates=passes)
 
 

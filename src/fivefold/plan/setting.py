@@ -189,7 +189,8 @@ class Software(Program):
     optimizer_passes: how often an unfused optimizer reads and writes its memory. optimizer: its name in the registry.
     estimates: forwards and backwards per step that only estimate the curvature.
     checked: each update is checked by the largest weight (step/step.py). fp8_dispatch: rows travel to experts
-    in 8 bits. fp8_scaling: the recipe's. delayed: numbers of 8 bits have scales of earlier steps (Transformer Engine),
+    in 8 bits. fp8_scaling, fp8_skips: the recipe's, the latter of first and last
+    blocks. delayed: numbers of 8 bits have scales of earlier steps (Transformer Engine),
     so each activation, gradient, and once per step each weight, is read once and written in the orders of all products.
     documents: those that attention does not cross; None: sequences are whole.
     """
@@ -211,6 +212,7 @@ class Software(Program):
     checked: bool = True
     fp8_dispatch: bool = False
     fp8_scaling: str = SCALINGS[0]
+    fp8_skips: tuple[int, int] = (0, 0)
     delayed: bool = False
     documents: Documents | None = None
     states: dict[str, States] = field(default_factory=lambda: {name: own_states(name) for name in PRECISIONS})
@@ -280,7 +282,8 @@ class Setting:
 
     def narrow(self, unit: FsdpUnit) -> dict[str, tuple[int, int]]:
         """The parameters of a unit that are gathered in 8 bits, with their tiles."""
-        return unit.narrow(self.fp8_scaling, self.card.rounded if self.fp8_scaling else (), self.layout)
+        rounded = _rounded(self.model, *self.software.fp8_skips) if self.fp8_scaling else ()
+        return unit.narrow(self.fp8_scaling, rounded, self.layout)
 
     @property
     def gathered(self) -> float:
@@ -289,7 +292,7 @@ class Setting:
             return self.states.working
         same = {name: getattr(self.layout, name) for name in ("tp", "ep", "sp", "zeropp", "offload")}
         one = changed(Layout(), dp_shard=self.layout.shards, zero=3, **same)
-        return _gathered(self.model, one, self.fp8_scaling, self.states.working)
+        return _gathered(self.model, one, self.fp8_scaling, self.software.fp8_skips, self.states.working)
 
     @cached_property
     def rounded_once(self) -> tuple[bool, bool]:
@@ -458,9 +461,19 @@ def _stages(
 
 
 @lru_cache(maxsize=1024)
-def _gathered(model: ModelSection, layout: Layout, scaling: str, width: float) -> float:
+def _rounded(model: ModelSection, first: int, last: int) -> frozenset[str]:
+    """The matrices that layers round, but for those of so many first and last blocks."""
+    card, skipped = card_of(model), (*range(first), *range(model.layers - last, model.layers))
+    outside = tuple(f"{card.stack}.{number}." for number in skipped)
+    return frozenset(name for name in card.rounded if not name.startswith(outside))
+
+
+@lru_cache(maxsize=1024)
+def _gathered(
+    model: ModelSection, layout: Layout, scaling: str, skips: tuple[int, int], width: float
+) -> float:
     """`Setting.gathered` of a model in one stage."""
-    card = card_of(model)
-    units = [unit for keeping in keepings(card, layout, [0]) for unit in keeping.units]
-    sent = sum(unit.message(unit.narrow(scaling, card.rounded, layout), width) for unit in units)
+    rounded = _rounded(model, *skips)
+    units = [unit for keeping in keepings(card_of(model), layout, [0]) for unit in keeping.units]
+    sent = sum(unit.message(unit.narrow(scaling, rounded, layout), width) for unit in units)
     return sent / sum(sum(unit.shares) for unit in units)

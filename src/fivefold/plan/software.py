@@ -21,6 +21,7 @@ from fivefold.precision import DTYPES
 OWN = "fivefold"
 MOST_BYTES = 64 << 10
 """Size of a program's file."""
+MOST_PIECES = 64
 
 # Megatron-LM of 2021 (arXiv 2104.04473): attention in memory with dropout of its probabilities, fp16 states of the ZeRO
 # paper, nothing overlapped, transfers between stages cut in tensor-parallel parts.
@@ -84,8 +85,8 @@ DEEPSPEED = Software(
     states={"bf16": States(2, 4, 2, 8, 2)},
     checked=False,
 )
-# Stages filled in order, operations one by one, an optimizer of many passes. The seconds of its host were fitted on one
-# cluster (`FITTED` in benchmarks/planner/published.py).
+# Stages filled in order, operations one by one, an optimizer of many passes; gradients overlap without ZeRO only, which
+# published.py says run by run. The seconds of its host were fitted on one cluster (`FITTED` there).
 NANOTRON = Software(
     name="nanotron",
     states={"bf16": States()},  # not FSDP2: gradients are whole under ZeRO 1
@@ -93,6 +94,7 @@ NANOTRON = Software(
     selective="core",
     fused=False,
     loss="plain",
+    overlap_data=False,
     overlap_pipeline=False,
     host=0.86e-3,
     step=0.026,
@@ -151,15 +153,17 @@ def _check(path: Path, key: str, value: Any) -> None:
     elif kind is bool:
         allowed, fits = "true or false", isinstance(value, bool)
     else:
-        allowed = "a number of at least 0" if kind is float else "a whole number of at least 0"
+        most = math.inf if kind is float else MOST_PIECES
+        allowed = "a number of at least 0" if kind is float else f"a whole number from 0 to {most}"
         fits = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
-        fits = fits and 0 <= value < math.inf
+        fits = fits and 0 <= value <= most and math.isfinite(value)
     if not fits:
         raise UserError(f"{path}: {key}: must be {allowed}, not {value!r:.60}")
 
 
 PUBLISHED = Path(__file__).with_name("published.json")
-"""Of each kind of published run: [generation, bytes of a factor, experts, fused, sources, rows, mean, worst error]."""
+"""Of each kind of published run: [generation, bytes of a factor, experts, fused, sources, fewest and most devices,
+rows, mean, worst error]."""
 
 
 class Kind(NamedTuple):
@@ -173,21 +177,27 @@ class Kind(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """How far plans were off, in seconds of a step. sources: whose runs. mean, worst: relative errors."""
+    """How far plans were off, in seconds of a step. sources: whose runs. fewest, most: devices of a run. mean, worst:
+    relative errors."""
 
     sources: str
+    fewest: int
+    most: int
     rows: int
     mean: float
     worst: float
 
     def __str__(self) -> str:
         off = f"{100 * self.mean:.2g}% off in time on average, {100 * self.worst:.2g}% at worst"
-        return f"plans of {self.rows} published runs like this ({self.sources}) were {off}"
+        devices = (
+            f"{self.fewest:,} to {self.most:,} devices" if self.most > self.fewest else f"{self.most} devices"
+        )
+        return f"plans of {self.rows} published runs of this kind ({self.sources}; {devices}) were {off}"
 
 
 def kind_of(s: Setting) -> Kind | None:
     """None: the device has no data sheet."""
-    sheet = BY_NAME.get(s.cluster.device.name)
+    sheet = BY_NAME.get(s.cluster.device.sheet)
     fused = s.software.fused
     return sheet and Kind(sheet.generation, DTYPES[s.rate].bytes, s.card.has_experts, fused)
 

@@ -213,7 +213,7 @@ def depths(model: ModelSection, layout: Layout, position: int, fragments: int = 
     """Two small numbers of layers to extrapolate from, or the model's own if there are none. With them, every stage at
     this pipeline position, and every fragment, loses the same number of blocks."""
     stages = _stages(model, layout, position)
-    everywhere = layout.pp * layout.stages_per_rank
+    everywhere = layout.pp * layout.stages_per_rank // layout.copies  # stages of the model
     layers: list[int] = []
     least = LEAST_SHARDED if layout.zero and layout.shards > 1 else LEAST_BLOCKS
     for less in range(min(map(sum, stages)) - least, 0, -1):

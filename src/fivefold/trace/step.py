@@ -160,7 +160,10 @@ def firsts(B: int, T: int) -> np.ndarray:
 
 
 def _prime(state: State) -> None:
-    """Creates the optimizer's states, as a first step does. The loss scale becomes fake like all else."""
+    """Creates the optimizer's states and the sums of experts' load, as a first step does. The loss scale becomes fake
+    like all else."""
+    if state.parallel.balance is not None:
+        state.parallel.balance.start_step(1.0)
     for replica in state.parallel.replicas:
         gradients = dict(replica.gradients)
         # As FSDP2 has them before a backward; a streamed update reads them there.

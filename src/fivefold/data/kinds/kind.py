@@ -150,6 +150,10 @@ class Kind(ABC):
         """The documents of files[number] from place `start` on, and the place behind each. An unreadable one comes as
         `Bad`, and reading continues. cut: the byte at which the validation part of a text begins."""
 
+    def claims(self, file: File) -> bool:
+        """False for a file of a folder that has the suffix by chance."""
+        return True
+
     def near(self, file: File, byte: int) -> int | None:
         """A place near a byte where reading may begin; None: it is not known without what is before it."""
         try:

@@ -38,7 +38,7 @@ def _record(f: BinaryIO) -> tuple[str, str] | None:
     while len(header) < MOST_FIELDS and (line := f.readline(SPAN)).strip():
         name, _, value = line.decode("utf-8", "replace").partition(":")
         header[name.strip().lower()] = value.strip()
-    length, kind = header.get("content-length", ""), header.get("content-type", "none")
+    length, kind = header.get("content-length", ""), header.get("content-type", "none").lower()
     if line.strip() or not (length.isascii() and length.isdigit() and len(length) < 19):
         raise OSError(f"not WARC: a header without an end or a length (Content-Length: {length[:20]!r})")
     left, fault, content = int(length), "", bytearray()

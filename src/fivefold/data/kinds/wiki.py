@@ -1,5 +1,6 @@
 """Dumps of MediaWiki, such as Wikipedia's pages-articles.xml.bz2: an article is a document, in its markup. Redirects
-are none. Of several revisions the last one in the file counts."""
+are none. Of several revisions the last one in the file counts, also if its text was removed. A file with a page of more
+than 16 MiB, which histories may have, ends there."""
 
 from __future__ import annotations
 
@@ -8,12 +9,20 @@ from typing import Any, BinaryIO
 
 from fivefold.data.kinds.kind import SPAN, Fields, File, Rows
 
+BEGIN = b"<mediawiki"
 LONGEST_PAGE = 1 << 24  # bytes; Wikipedia takes articles of 2 MiB
 
 
 class Wiki(Rows):
     name = "wiki"
     suffixes = (".xml",)
+
+    def claims(self, file: File) -> bool:
+        try:
+            with file.open() as f:
+                return BEGIN in f.read(SPAN)
+        except (OSError, ValueError, EOFError):
+            return True  # its reader will report it
 
     def rows(self, file: File, fields: Fields, done: int) -> Iterator[tuple[int, dict[str, Any] | str]]:
         from xml.etree.ElementTree import (
@@ -28,16 +37,16 @@ class Wiki(Rows):
                 except ParseError as error:
                     yield number, f"not XML: {error}"
                     continue
-                texts = [text.text for text in page.iterfind("revision/text") if text.text]
-                if texts and page.findtext("ns", "0") == "0" and page.find("redirect") is None:
-                    yield number, {fields.text: texts[-1]}
+                *_, text = ["", *(revision.findtext("text") for revision in page.iterfind("revision"))]
+                if text and page.findtext("ns", "0") == "0" and page.find("redirect") is None:
+                    yield number, {fields.text: text}
 
 
 def _pages(f: BinaryIO) -> Iterator[bytes]:
     """Each element `page` by itself, so no declaration of entities comes with it. Raises OSError: there are no more
     pages, but the dump has not ended."""
     chunk = held = f.read(SPAN)
-    if b"<mediawiki" not in held:
+    if BEGIN not in held:
         raise OSError("not a dump of MediaWiki: it does not begin with <mediawiki>")
     while chunk:
         *ended, held = held.split(b"</page>")

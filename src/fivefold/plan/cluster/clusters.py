@@ -74,7 +74,9 @@ def _preset(
     shares = {"matmul": matmul, "attention": attention, "ring": ring}
     assumed = tuple(what for what, share in shares.items() if not share)
     rates = matmul or _MATMUL, sheet.units, sheet.memory, sheet.bandwidth, streaming, attention or _ATTENTION
-    device = Device(name, peak, *rates, cudnn=cudnn, assumed=assumed, contended=contended, watts=sheet.watts)
+    device = Device(
+        name, peak, *rates, cudnn=cudnn, assumed=assumed, contended=contended, watts=sheet.watts, sheet=name
+    )
     wire = (not sheet.linked and sheet.link) or PCIE[sheet.pcie]
     link, to_host = Link(wire, ring or _RING, _HOP, reduce, mesh), copies(sheet.to_host)
     return Cluster(name, device, 0, per_node, link, network, wiring=Wiring(cards), host_link=to_host, **host)
@@ -102,9 +104,9 @@ PRESETS = {
         _preset("l4", _EDR, cards=1),
         _preset("l40s", _HDR, cards=4),
         _preset("rtx4090", _EDR, cards=1),
-        _preset("h100-nvl", _NDR, cards=4),
-        _preset("h200-nvl", _NDR, cards=4),
-        _preset("h100-pcie", _NDR, cards=4),
+        _preset("h100-nvl", _NDR, cards=4, **_HOPPER),
+        _preset("h200-nvl", _NDR, cards=4, **_HOPPER),
+        _preset("h100-pcie", _NDR, cards=4, **_HOPPER),
         _preset("h100", _NDR, _HOPPER_MATMUL, _HOPPER_RING, _HOPPER_ATTENTION, **_HOPPER, reduce=480 * GB),
         _preset("h800", _NDR, _HOPPER_MATMUL, _HOPPER_RING, _HOPPER_ATTENTION, **_HOPPER),
         _preset(

@@ -31,8 +31,9 @@ class Device:
     products; of several hundred the fastest and the slowest differ by about 8% (Sinha et al., SC 2022, "Not All GPUs
     Are Created Equal"). measured: what takes the place of all these rates. assumed: shares that nobody has measured,
     "matmul", "attention" or "ring" (of the links within a node). margin: the share of memory that plans leave free.
-    contended: the share of a message between nodes that computation does not hide, since both need the device's memory
-    and processors. watts: the most that it draws; 0: not known.
+    contended: the share of a message of blocks or of data parallelism between nodes that computation does not hide,
+    since both need the device's memory and processors. (Of what a pipeline's pairs and transfers hide nothing shows.)
+    watts: the most that it draws; 0: not known. sheet: the name of its data sheet, also if a file changes it.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Device:
     margin: float = MARGIN
     contended: float = 0.0
     watts: float = 0.0
+    sheet: str = ""
 
     def attends(self, library: Library) -> tuple[float, float]:
         """Shares of `peak` that this library's attention reaches."""

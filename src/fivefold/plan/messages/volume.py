@@ -410,6 +410,6 @@ def control(s: Setting, position: int = 0) -> list[Sent]:
         return apart
     sizes = [32.0, 8.0 * math.prod(s.card.load_sums)] if s.card.has_experts else [32.0]
     kept = s.keepings(position) if s.fp8_scaling == TENSOR else []
-    if agreed := sum(len(s.narrow(unit)) for keeping in kept for unit in keeping.units):
-        apart.append(("all_reduce", "shard", 4.0 * agreed))
+    agreed = [sum(len(s.narrow(unit)) for unit in keeping.units) for keeping in kept]
+    apart += [("all_reduce", "shard", 4.0 * number) for number in agreed if number]
     return [*(("all_reduce", "all", size) for size in sizes), *apart]

@@ -69,7 +69,8 @@ def update(s: Setting, own: Elements) -> float:
     size = kept * (moved + rounding_traffic(b.copied))
     size *= s.software.optimizer_passes * OPTIMIZERS[s.software.optimizer].reads
     size += kept * s.software.check_traffic(s.cluster.on_cpu or not (s.layout.zero or b.copied))
-    more = (bool(each) and not PRECISIONS[s.mode].weight for each in (s.kept_rounded, s.states.rounded))
+    again = not (PRECISIONS[s.mode].weight or s.software.delayed)  # along the other dim
+    more = (bool(each) and again for each in (s.kept_rounded, s.states.rounded))
     elements = zip(model_states.rounded_once(s, own), more, strict=True)
     narrow = s.rounding_traffic * sum(some * (1 + two) for some, two in elements)
     seconds = stream(size, s.cluster.device, "optimizer", s.dtype)
