@@ -9,6 +9,8 @@ dumps", Future Generation Computer Systems 22(3), 2006.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections.abc import Callable
 
 LONGEST = 700.0  # intervals in units of `between` whose exponential is a number
 
@@ -20,6 +22,12 @@ def best_interval(saving: float, between: float) -> float:
         return between
     ratio = math.sqrt(saving / (2 * between))
     return math.sqrt(2 * saving * between) * (1 + ratio / 3 + ratio**2 / 9) - saving
+
+
+def best_steps(goodput: Callable[[int], float], most: int) -> int:
+    """The number of steps between checkpoints, up to `most`, with the most goodput, which rises up to it and falls from
+    there on."""
+    return 1 + bisect_left(range(1, most), True, key=lambda steps: goodput(steps + 1) <= goodput(steps))
 
 
 def goodput(every: float, saving: float, between: float, restart: float) -> float:
