@@ -27,7 +27,7 @@ PriceOption = Annotated[
 ]
 MtbfOption = Annotated[str | None, option("TIME", "Between failures of one device, such as 1900d.")]
 RestartOption = Annotated[
-    str | None, option("TIME", "Until a failed run trains again. [default: the cluster's]")
+    str | None, option("TIME", "Until a failed run begins to read its checkpoint. [default: the cluster's]")
 ]
 NoiseOption = Annotated[
     float | None, option("N", "Gradient noise scale in tokens, as a run measured it.", parser=options.number)

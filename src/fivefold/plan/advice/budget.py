@@ -165,7 +165,8 @@ def _sized(like: ModelSection, layers: int, heads: int, head: int) -> ModelSecti
 @dataclass(frozen=True)
 class Questions:
     """Budget questions. tokens: of the run. deadline: seconds. noise_scale: in tokens. price: per device-hour; mtbf:
-    seconds between failures of a device; restart: seconds until training goes on; None: the cluster's."""
+    seconds between failures of a device; restart: seconds from one until the
+    last checkpoint begins to be read; None: the cluster's."""
 
     tokens: float
     deadline: float | None = None
