@@ -303,6 +303,20 @@ def test_several_clusters_side_by_side() -> None:
     assert "--save is for one --cluster" in str(saved.exception)
 
 
+def test_a_cluster_without_a_plan_has_a_row_with_the_reason() -> None:
+    options = ["plan", "llama2-7b", "--set", "model.layers=2", "--cluster", "t4:8"]
+    text = RUNNER.invoke(app, [*options, "--cluster", "h100:64"]).stdout.splitlines()
+    assert text[2].split()[:3] == ["t4:8", "-", "-"]
+    assert "t4 has no rate of bf16" in text[2]
+    assert text[3].split()[:2] == ["h100", "64"]
+    found = json.loads(RUNNER.invoke(app, [*options, "--cluster", "h100:64", "--json"]).stdout)["clusters"]
+    assert found[0]["cluster"] == "t4:8"
+    assert "no rate of bf16" in found[0]["error"]
+    assert found[1]["budget"]["days"] > 0
+    none = RUNNER.invoke(app, [*options, "--cluster", "t4:16"])
+    assert str(none.exception).count("t4 has no rate of bf16") == 1
+
+
 @pytest.mark.parametrize(
     ("text", "number"),
     [("15T", 15e12), ("1.4e12", 1.4e12), ("300b", 300e9), ("2.5M", 2.5e6), ("4 K", 4e3), ("7", 7)],
