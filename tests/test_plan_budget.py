@@ -301,6 +301,8 @@ def test_several_clusters_side_by_side() -> None:
     assert str(one_each.exception) == "3 --price for 2 clusters: give one, or one for each"
     saved = RUNNER.invoke(app, [*options, "--save", "x.toml"])
     assert "--save is for one --cluster" in str(saved.exception)
+    top = RUNNER.invoke(app, ["plan", "search", *options[1:], "--top", "3"])
+    assert "--top is for one --cluster" in str(top.exception)
 
 
 def test_a_cluster_without_a_plan_has_a_row_with_the_reason() -> None:

@@ -360,7 +360,9 @@ def search(
     recipe: options.RecipeArgument,
     set_: options.SetOption = None,
     cluster: ClustersOption = None,
-    top: Annotated[int, option("N", "Number of layouts to list.", min=1, max=1000)] = 10,
+    top: Annotated[
+        int | None, option("N", "Number of layouts to list. [default: 10]", min=1, max=1000)
+    ] = None,
     precision: Annotated[
         str | None, option("MODES", "Precision modes to consider, such as bf16,fp8. [default: the recipe's]")
     ] = None,
@@ -392,12 +394,12 @@ def search(
     typed, ask = every[0], budgets.Asked(tokens, deadline, price, noise_scale, mtbf, restart)
     plans = [(one.cluster, partial(_fastest, one, params)) for one in every]
     alone = {"explain": explain, "save": save, "html": html, "pictures": pictures, "precision": precision}
-    if budgets.side_by_side(recipe, plans, ask, json, **alone):
+    if budgets.side_by_side(recipe, plans, ask, json, top=top, **alone):
         return
     loaded, machine, software = read(typed, "dp=1", params, search=True)
     asked = ask.of(loaded)
     modes = tuple(part.strip() for part in precision.split(",")) if precision is not None else ()
-    found = searching.search(loaded, machine, top, software, modes)
+    found = searching.search(loaded, machine, top or 10, software, modes)
     if not found.plans and (save is not None or not json):
         raise UserError(f"{recipe} on {machine.name}:{machine.devices}: {found.nothing}")
     best = found.plans[0] if found.plans else None
