@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from fivefold.errors import UserError
 from fivefold.plan.advice import budget, failures
 from fivefold.plan.advice.budget import Questions, answer, ask, lines
 from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.predict import predict
+from fivefold.plan.predict import Plan, predict
 from fivefold.plan.search.search import fewest_devices, search
 from fivefold.recipe import change, count_parameters, load
 
@@ -177,10 +178,51 @@ def test_the_best_interval_between_checkpoints() -> None:
         most = max(grid, key=lambda every: failures.goodput(every, saving, between, 300.0))
         assert best == pytest.approx(most, rel=0.004)
         share = failures.goodput(best, saving, between, 300.0)
-        assert failures.restart_for(share, best, saving, between) == pytest.approx(300.0)
+        assert failures.back_for(share, best, saving, between) == pytest.approx(300.0)
     assert failures.best_interval(1.0, 1e5) == pytest.approx(math.sqrt(2e5), rel=0.002)
     assert failures.best_interval(3.0, 1.0) == 1.0
     assert failures.goodput(1e6, 1.0, 100.0, 0.0) == 0.0
+
+
+@pytest.mark.parametrize(("name", "layout", "write", "days", "steps"), [
+    ("llama3-70b", "dp=8,tp=8", 2e9, 2, 1),  # a step is longer than Daly's interval
+    ("llama-7b", "dp=64,zero=1", 2e8, 2, 11),  # as is the writing
+    ("llama-7b", "dp=64,zero=1", 2e8, 400, 33),  # Daly's
+])  # fmt: skip
+def test_the_best_interval_can_be_reached(
+    name: str, layout: str, write: float, days: float, steps: int
+) -> None:
+    """It is a whole number of steps, and no other has more goodput, each as a plan with that interval has it: steps
+    wait for what is unwritten when the next checkpoint begins."""
+    cluster, asked = parse("h100:64"), Questions(1e12, mtbf=days * budget.DAY)
+    disks = replace(cluster, storage=replace(cluster.storage, write=write))
+    recipe = load(name, ["train.steps=1000000", "checkpoint.minutes=0"], layout)
+
+    def planned(every: int) -> Plan:
+        return predict(change(recipe, [f"checkpoint.every={every}"]), disks)
+
+    plan = planned(steps)
+    found, shares = answer(plan, asked), dict[int, float]()
+    for every in {1, max(1, steps - 1), steps, steps + 1, 2 * steps}:
+        shares[every] = answer(planned(every), asked)["goodput"]
+    assert found["best_interval_steps"] == steps
+    assert max(shares.values()) == shares[steps] == found["best_goodput"]
+    assert found["best_interval_s"] == steps * plan.step.seconds
+    assert plan.stalls is not None
+    assert plan.stalls.saving == pytest.approx(budget.saving_of(plan, plan.stalls, steps), rel=1e-12)
+
+
+def test_the_advised_minutes_are_the_best_steps() -> None:
+    """They are rounded up to whole steps, so the advice is rounded down."""
+    recipe = load("llama3-70b", ["train.steps=1000000", "checkpoint.minutes=10000"], "dp=8,tp=8")
+    asked = Questions(1e12, mtbf=2 * budget.DAY)
+    with pytest.raises(UserError, match="with a goodput of 75%") as error:
+        answer(predict(recipe, parse("h100:64")), asked)
+    said = re.search(r"checkpoint.minutes = [\d.]+\d", str(error.value))
+    assert said is not None
+    plan = predict(change(recipe, [said[0].replace(" ", "")]), parse("h100:64"))
+    assert plan.stalls is not None
+    assert plan.stalls.every == answer(plan, asked)["best_interval_steps"] == 1
 
 
 def test_goodput_is_what_a_simulated_run_reaches() -> None:
@@ -197,11 +239,11 @@ def test_goodput_is_what_a_simulated_run_reaches() -> None:
     assert kept / time == pytest.approx(failures.goodput(every, saving, between, restart), rel=0.02)
 
 
-def test_what_llama_3_took_to_restart() -> None:
+def test_what_llama_3_took_until_training_went_on() -> None:
     """arXiv 2407.21783: 466 interruptions in 54 days and more than 90% effective time. Its file system took 2 TB/s."""
     between, saving = 54 * budget.DAY / 466, 405e9 * 12 / 2e12
-    restart = failures.restart_for(0.9, failures.best_interval(saving, between), saving, between)
-    assert 12 < restart / 60 < 16
+    back = failures.back_for(0.9, failures.best_interval(saving, between), saving, between)
+    assert (back / 60, (back - saving) / 60) == pytest.approx((13.89, 13.85), abs=0.005)
 
 
 def test_stalls_failures_and_energy_are_counted() -> None:
@@ -222,9 +264,8 @@ def test_stalls_failures_and_energy_are_counted() -> None:
     back = 600.0 + stalls.checkpoint / 8 / 2e9 + stalls.writing - stalls.saving
     assert (bad["failure_every_s"], bad["back_s"]) == pytest.approx((between, back))
     assert bad["goodput"] == pytest.approx(failures.goodput(every, stalls.saving, between, back))
+    assert bad["goodput"] == pytest.approx(bad["training_days"] / bad["days"], rel=1e-14)
     assert bad["best_goodput"] > bad["goodput"]
-    rounded = pytest.approx(bad["goodput"], rel=1e-15)
-    assert bad["training_days"] / bad["days"] == rounded
     assert bad["cost_per_1e9_tokens"] == pytest.approx(bad["cost"] / 1000)
     assert "goodput" in "".join(lines(bad))
     with pytest.raises(UserError, match=r"never ends\. Best: checkpoint\.minutes = "):
@@ -260,6 +301,22 @@ def test_several_clusters_side_by_side() -> None:
     assert str(one_each.exception) == "3 --price for 2 clusters: give one, or one for each"
     saved = RUNNER.invoke(app, [*options, "--save", "x.toml"])
     assert "--save is for one --cluster" in str(saved.exception)
+    top = RUNNER.invoke(app, ["plan", "search", *options[1:], "--top", "3"])
+    assert "--top is for one --cluster" in str(top.exception)
+
+
+def test_a_cluster_without_a_plan_has_a_row_with_the_reason() -> None:
+    options = ["plan", "llama2-7b", "--set", "model.layers=2", "--cluster", "t4:8"]
+    text = RUNNER.invoke(app, [*options, "--cluster", "h100:64"]).stdout.splitlines()
+    assert text[2].split()[:3] == ["t4:8", "-", "-"]
+    assert "t4 has no rate of bf16" in text[2]
+    assert text[3].split()[:2] == ["h100", "64"]
+    found = json.loads(RUNNER.invoke(app, [*options, "--cluster", "h100:64", "--json"]).stdout)["clusters"]
+    assert found[0]["cluster"] == "t4:8"
+    assert "no rate of bf16" in found[0]["error"]
+    assert found[1]["budget"]["days"] > 0
+    none = RUNNER.invoke(app, [*options, "--cluster", "t4:16"])
+    assert str(none.exception).count("t4 has no rate of bf16") == 1
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,7 +27,7 @@ PriceOption = Annotated[
 ]
 MtbfOption = Annotated[str | None, option("TIME", "Between failures of one device, such as 1900d.")]
 RestartOption = Annotated[
-    str | None, option("TIME", "Until a failed run trains again. [default: the cluster's]")
+    str | None, option("TIME", "Until a failed run begins to read its checkpoint. [default: the cluster's]")
 ]
 NoiseOption = Annotated[
     float | None, option("N", "Gradient noise scale in tokens, as a run measured it.", parser=options.number)
@@ -63,22 +63,24 @@ COLUMNS = [
 
 def side_by_side(
     name: str,
-    clusters: int,
-    plans: Iterable[tuple[Recipe, Plan, str]],
+    plans: Sequence[tuple[str, Callable[[], tuple[Recipe, Plan, str]]]],
     asked: Asked,
     json: bool,
     **alone: object,
 ) -> bool:
-    """If there are several clusters, prints a row for each: its plan, and the budget of the run there. plans: of them,
-    with the recipe and what was searched; made when they are wanted. alone: options for one cluster.
+    """If there are several clusters, prints a row for each: its plan, and the budget of the run there, or why it has
+    none. plans: for each cluster what makes its plan, with the recipe and what was searched. alone: options for one
+    cluster.
 
     Raises:
-        UserError: one of these was given, or another number of prices than one and that of the clusters.
+        UserError: one of these was given, another number of prices than one and that of the clusters, or no cluster has
+            a plan.
     """
     from fivefold.observe.format import aligned
     from fivefold.plan.advice.budget import answer
     from fivefold.sharding.layout import to_text
 
+    clusters = len(plans)
     if asked.price and len(asked.price) not in (1, clusters):
         there = f"{len(asked.price)} --price for {several(clusters, 'cluster')}"
         raise UserError(f"{there}: give one, or one for each")
@@ -86,17 +88,27 @@ def side_by_side(
         return False
     for option_ in (option_ for option_, value in alone.items() if value):
         raise UserError(f"--{option_} is for one --cluster; leave it out, or the other clusters")
-    rows, found = [COLUMNS], []
-    for number, (recipe, plan, searched) in enumerate(plans):
-        questions = asked.of(recipe, number, always=True)
-        budget = answer(plan, questions) if questions else {}
+    rows, found, reasons = [COLUMNS], list[dict[str, Any]](), list[str]()
+    for number, (cluster, make) in enumerate(plans):
+        try:
+            recipe, plan, searched = make()
+            questions = asked.of(recipe, number, always=True)
+            budget = answer(plan, questions) if questions else {}
+        except UserError as error:
+            reasons.append(str(error))
+            rows.append([cluster, *["-"] * (len(COLUMNS) - 2), str(error)])
+            found.append({"cluster": cluster, "error": str(error)})
+            continue
         found.append(plan.as_json() | {"searched": searched} | {"budget": budget})
         figures = map(budget.get, ("tokens_per_day", "days", "energy_mwh", "cost", "cost_per_1e9_tokens"))
         cells = [f"{plan.step.seconds:.4g}", f"{100 * plan.mfu:.1f}", f"{plan.peak_bytes / 2**30:.3g}"]
         cells += ["-" if x is None else f"{x:,.0f}" if 1e4 <= x < 1e10 else f"{x:,.4g}" for x in figures]
         text = to_text(plan.layout) + "  (searched)" * bool(searched) + "  (DOES NOT FIT)" * (not plan.fits)
         rows.append([plan.setting.cluster.name, f"{plan.ranks:,}", *cells, text])
-    lines = [f"{name}, {found[0]['budget']['tokens']:.4g} tokens, predicted", *aligned(rows, (0, 10))]
+    if len(reasons) == clusters:
+        raise UserError("; ".join(dict.fromkeys(reasons)))
+    tokens = next(one["budget"]["tokens"] for one in found if "budget" in one)
+    lines = [f"{name}, {tokens:.4g} tokens, predicted", *aligned(rows, (0, 10))]
     print_json({"clusters": found}) if json else print("\n  ".join(lines))
     return True
 

@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -131,9 +132,9 @@ def plan(
     assumed = given(margin, expert_load, document_tokens)
     every = [Typed(recipe, set_ or [], name, assumed, software) for name in cluster or [CLUSTER]]
     typed, ask = every[0], budgets.Asked(tokens, deadline, price, noise_scale, mtbf, restart)
-    plans = (planned(one, layout, params) for one in every)
+    plans = [(one.cluster, partial(planned, one, layout, params)) for one in every]
     alone = {"explain": explain, "save": save, "html": html, "pictures": pictures}
-    if budgets.side_by_side(recipe, len(every), plans, ask, json, **alone):
+    if budgets.side_by_side(recipe, plans, ask, json, **alone):
         return
     loaded, result, searched = planned(typed, layout, params)
     asked = ask.of(loaded)
@@ -232,6 +233,10 @@ def fastest(typed: Typed, params: float | None) -> tuple[Recipe, Plan, int]:
         raise UserError(f"{typed.name} on {machine.name}:{machine.devices}: {found.nothing}")
     best = apply(recipe, found.plans[0])
     return best, predict(best, machine, software), found.considered
+
+
+def _fastest(typed: Typed, params: float | None) -> tuple[Recipe, Plan, str]:
+    return (*fastest(typed, params)[:2], "")
 
 
 def summary(name: str, plan: Plan) -> list[str]:
@@ -361,7 +366,9 @@ def search(
     recipe: options.RecipeArgument,
     set_: options.SetOption = None,
     cluster: ClustersOption = None,
-    top: Annotated[int, option("N", "Number of layouts to list.", min=1, max=1000)] = 10,
+    top: Annotated[
+        int | None, option("N", "Number of layouts to list. [default: 10]", min=1, max=1000)
+    ] = None,
     precision: Annotated[
         str | None, option("MODES", "Precision modes to consider, such as bf16,fp8. [default: the recipe's]")
     ] = None,
@@ -391,14 +398,14 @@ def search(
     assumed = given(margin, expert_load, document_tokens)
     every = [Typed(recipe, set_ or [], name, assumed) for name in cluster or [CLUSTER]]
     typed, ask = every[0], budgets.Asked(tokens, deadline, price, noise_scale, mtbf, restart)
-    plans = ((*fastest(one, params)[:2], "") for one in every)
+    plans = [(one.cluster, partial(_fastest, one, params)) for one in every]
     alone = {"explain": explain, "save": save, "html": html, "pictures": pictures, "precision": precision}
-    if budgets.side_by_side(recipe, len(every), plans, ask, json, **alone):
+    if budgets.side_by_side(recipe, plans, ask, json, top=top, **alone):
         return
     loaded, machine, software = read(typed, "dp=1", params, search=True)
     asked = ask.of(loaded)
     modes = tuple(part.strip() for part in precision.split(",")) if precision is not None else ()
-    found = searching.search(loaded, machine, top, software, modes)
+    found = searching.search(loaded, machine, top or 10, software, modes)
     if not found.plans and (save is not None or not json):
         raise UserError(f"{recipe} on {machine.name}:{machine.devices}: {found.nothing}")
     best = found.plans[0] if found.plans else None

@@ -8,12 +8,13 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fivefold.errors import UserError
+from fivefold.errors import UserError, several
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
 from fivefold.plan.advice import failures
 from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.predict import Plan
+from fivefold.plan.time.time import Stalls
 from fivefold.recipe import active_parameters, count_parameters, flops_per_token, resolve_model
 
 DAY = 86400.0
@@ -164,7 +165,8 @@ def _sized(like: ModelSection, layers: int, heads: int, head: int) -> ModelSecti
 @dataclass(frozen=True)
 class Questions:
     """Budget questions. tokens: of the run. deadline: seconds. noise_scale: in tokens. price: per device-hour; mtbf:
-    seconds between failures of a device; restart: seconds until training goes on; None: the cluster's."""
+    seconds between failures of a device; restart: seconds from one until the
+    last checkpoint begins to be read; None: the cluster's."""
 
     tokens: float
     deadline: float | None = None
@@ -263,8 +265,7 @@ def answer(plan: Plan, q: Questions) -> dict[str, Any]:
 
 
 def _lost(plan: Plan, mtbf: float, restart: float) -> dict[str, Any]:
-    """What stalls and failures take. effective: share of the time in which steps are taken that count. A checkpoint
-    counts when it is written, and is read after a failure. Without an interval in the recipe failures meet the best."""
+    """What stalls and failures take. effective: share of the time in which steps are taken that count."""
     stalls, step = plan.stalls, plan.step.seconds
     if stalls is None:
         return {"effective": 1.0}
@@ -276,29 +277,60 @@ def _lost(plan: Plan, mtbf: float, restart: float) -> dict[str, Any]:
         "checkpoint_writing_s": stalls.writing,
         "checkpoint_share": saving / (every + saving) if every else 0.0,
     }
-    stalled = step / (step + stalls.waiting) * (1 - found["checkpoint_share"])
+    stalled = step / (step + stalls.waiting)
     if not mtbf:
-        return found | {"effective": stalled}
-    cluster, between = plan.setting.cluster, mtbf / plan.ranks
-    back = restart + stalls.checkpoint / max(1, cluster.nodes) / cluster.storage.read
-    back += stalls.writing - min(saving, stalls.writing)
-    best = failures.best_interval(saving, between)
-    share, most = (failures.goodput(x, saving, between, back) for x in (every or best, best))
+        return found | {"effective": stalled * (1 - found["checkpoint_share"])}
+    failing = _failing(plan, stalls, mtbf, restart)
+    return found | failing | {"effective": stalled * failing["goodput"]}
+
+
+def _failing(plan: Plan, stalls: Stalls, mtbf: float, restart: float) -> dict[str, float]:
+    """What failures take. A checkpoint counts when it is written, and is read after a failure. Without an interval in
+    the recipe failures meet the best, which is a whole number of steps. Raises UserError: the run never ends."""
+    cluster, between, each = plan.setting.cluster, mtbf / plan.ranks, plan.step.seconds + stalls.waiting
+    reading = stalls.checkpoint / max(1, cluster.nodes) / cluster.storage.read
+
+    def back(steps: int) -> float:
+        return restart + reading + max(0.0, stalls.writing - saving_of(plan, stalls, steps))
+
+    def goodput(steps: int) -> float:
+        return failures.goodput(steps * each, saving_of(plan, stalls, steps), between, back(steps))
+
+    saving = saving_of(plan, stalls)
+    longest = max(failures.best_interval(saving, between), stalls.writing)
+    best = failures.best_steps(goodput, 2 + math.ceil(2 * longest / each))
+    every = stalls.every or best
+    share, most = goodput(every), goodput(best)
     if share < 0.001:
         raise UserError(
             f"{plan.ranks:,} devices that each fail every {mtbf / DAY:.3g} days fail every {between / 60:.3g} minutes: "
-            f"with a checkpoint every {(every or best) / 60:.3g} minutes the run never ends. "
-            f"Best: checkpoint.minutes = {best / 60:.3g}"
+            f"with a checkpoint every {every * each / 60:.3g} minutes the run never ends. "
+            f"Best: checkpoint.minutes = {_minutes(best * each)}, with a goodput of {100 * most:.2g}%"
         )
-    return found | {
-        "effective": step / (step + stalls.waiting) * share,
+    return {
         "mtbf_s": mtbf,
         "failure_every_s": between,
-        "back_s": back,
+        "back_s": back(every),
         "goodput": share,
-        "best_interval_s": best,
+        "best_interval_s": best * each,
+        "best_interval_steps": best,
         "best_goodput": most,
     }
+
+
+def saving_of(plan: Plan, stalls: Stalls, every: float = math.inf) -> float:
+    """Seconds that the run waits for a checkpoint every so many steps, where `Stalls.saving` is that of the recipe's
+    interval. One that is written beside the steps takes the copy, and what is unwritten when the next one begins."""
+    if stalls.saving >= stalls.writing:
+        return stalls.saving
+    copied = stalls.checkpoint / plan.setting.layout.ranks / plan.setting.cluster.host_link.write
+    return max(copied, stalls.writing - every * plan.step.seconds)
+
+
+def _minutes(seconds: float) -> str:
+    """Rounded down to three digits: `checkpoint.minutes` is rounded up to whole steps."""
+    unit = 10.0 ** (math.floor(math.log10(seconds / 60)) - 2)
+    return f"{math.floor(seconds / 60 / unit) * unit:.3g}"
 
 
 def lines(answers: dict[str, Any]) -> list[str]:
@@ -350,5 +382,6 @@ def _lost_lines(answers: dict[str, Any]) -> list[str]:
         text,
         f"failures      one every {answers['failure_every_s'] / 3600:.3g} hours, with {answers['back_s'] / 60:.3g} "
         f"minutes until training goes on: goodput {100 * answers['goodput']:.1f}%; with a checkpoint every "
-        f"{answers['best_interval_s'] / 60:.3g} minutes, which is best, {100 * answers['best_goodput']:.1f}%",
+        f"{_minutes(answers['best_interval_s'])} minutes ({several(answers['best_interval_steps'], 'step')}), which is "
+        f"best, {100 * answers['best_goodput']:.1f}%",
     ]

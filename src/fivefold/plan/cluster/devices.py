@@ -152,8 +152,8 @@ class Cluster:
     machine: the table of a measured machine, which each node is like, or on which `hosts` nodes are (namespaces,
     containers). storage: the disk of a node. host_link: between a device and host memory (PCIe). host_memory: bytes per
     node. host_bandwidth: bytes/s of it, by which the update on CPUs is bounded. price: of a device-hour; mtbf: seconds
-    between failures of a device, on average; 0: not known. restart: seconds from a failure until its last checkpoint is
-    read, an assumption.
+    between failures of a device, on average; 0: not known. restart: seconds from a failure until it begins to read its
+    last checkpoint, an assumption.
     """
 
     name: str
