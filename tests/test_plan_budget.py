@@ -343,6 +343,20 @@ def test_times_of_day() -> None:
             ask(None, text, None, None, 1e9)
 
 
+def test_a_restart_may_take_no_time(tmp_path: Path) -> None:
+    assert ask(None, None, None, None, 1e9, "1d", "0m").restart == 0
+    with pytest.raises(UserError, match="--mtbf 0m: must be a number above 0"):
+        ask(None, None, None, None, 1e9, "0m", "0m")
+    file = tmp_path / "lab.toml"
+    for text, refused in (("0", ""), ("-1e-10", "restart_minutes: must be a number of at least 0")):
+        file.write_text(f'base = "h100"\nrestart_minutes = {text}\n')
+        if refused:
+            with pytest.raises(UserError, match=refused):
+                parse(f"{file}:64")
+        else:
+            assert parse(f"{file}:64").restart == 0
+
+
 def test_the_command_answers() -> None:
     options = [
         "plan",

@@ -182,12 +182,13 @@ class Questions:
         return price, mtbf, restart
 
 
-def seconds_of(option: str, text: str) -> float:
-    """Reads a time such as `30d`, `12h`, `90m`, `2w`. Raises UserError: it is none."""
+def seconds_of(option: str, text: str, zero: bool = False) -> float:
+    """Reads a time such as `30d`, `12h`, `90m`, `2w`. zero: it may be 0. Raises UserError: it is none."""
     read = re.fullmatch(r"(\d{1,15}(?:\.\d{0,15})?)([mhdw])", text.strip(), re.ASCII)
-    seconds = float(read[1]) * UNITS[read[2]] if read else 0.0
-    if not seconds:
-        raise UserError(f"{option} {text[:60]}: must be a number above 0 with m, h, d or w, such as 30d")
+    seconds = float(read[1]) * UNITS[read[2]] if read else -1.0
+    if seconds < 0 or (seconds == 0 and not zero):
+        limit = "of at least 0" if zero else "above 0"
+        raise UserError(f"{option} {text[:60]}: must be a number {limit} with m, h, d or w, such as 30d")
     return seconds
 
 
@@ -205,8 +206,8 @@ def ask(
     for name, value in (("tokens", tokens), ("price", price), ("noise-scale", noise_scale)):
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"--{name} {value:g}: must be above 0 and finite")
-    times = (("--deadline", deadline), ("--mtbf", mtbf), ("--restart", restart))
-    end, between, pause = (seconds_of(name, text) if text else None for name, text in times)
+    times = (("--deadline", deadline, False), ("--mtbf", mtbf, False), ("--restart", restart, True))
+    end, between, pause = (seconds_of(name, text, zero) if text else None for name, text, zero in times)
     return Questions(tokens or default, end, price, noise_scale, between, pause)
 
 

@@ -7,7 +7,7 @@ Bottlenecks and changes are found by pricing a plan again with one thing changed
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -152,23 +152,34 @@ def _operations(plan: Plan) -> Iterator[str]:
         yield f"  load of the busiest expert rank relative to an even split: {load:g}{assumed}"
 
 
-def fold(plans: Sequence[Plan], top: int | None = None) -> tuple[list[Plan], list[list[Plan]]]:
-    """(the first `top` plans, best first; for each those behind it that are as fast, take no less memory, and differ
-    only in how sequences are dealt to data-parallel and context ranks, and in the states that these share)."""
-    found, same, alike = list[Plan](), list[list[Plan]](), dict[object, list[tuple[Plan, list[Plan]]]]()
-    for plan in plans:
+class Folded:
+    """Plans that come best first. found: those listed; same: for each those behind it that are as fast, take no less
+    memory, and differ only in how sequences are dealt to data-parallel and context ranks, and in the states that these
+    share."""
+
+    def __init__(self, plans: Iterable[Plan] = ()):
+        self.found, self.same = list[Plan](), list[list[Plan]]()
+        self._alike = dict[object, list[tuple[Plan, list[Plan]]]]()
+        for plan in plans:
+            self.add(plan)
+
+    def add(self, plan: Plan) -> None:
         s, x = plan.setting, plan.setting.layout
-        groups = alike.setdefault((_undealt(x), x.dp * x.cp, s.sizes.B / x.cp, s.mode), [])
+        groups = self._alike.setdefault((_undealt(x), x.dp * x.cp, s.sizes.B / x.cp, s.mode), [])
         for first, others in groups:
             slower = plan.step.seconds > (1 + WORTH) * first.step.seconds
             if not slower and plan.peak_bytes >= (1 - SMALLER) * first.peak_bytes:
                 others.append(plan)
-                break
-        else:
-            found.append(plan)
-            same.append([])
-            groups.append((plan, same[-1]))
-    return found[:top], same[:top]
+                return
+        self.found.append(plan)
+        self.same.append([])
+        groups.append((plan, self.same[-1]))
+
+
+def fold(plans: Sequence[Plan], top: int | None = None) -> tuple[list[Plan], list[list[Plan]]]:
+    """(the first `top` plans that `Folded` lists, the others of each)."""
+    folded = Folded(plans)
+    return folded.found[:top], folded.same[:top]
 
 
 @lru_cache(maxsize=1024)

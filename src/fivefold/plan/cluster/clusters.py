@@ -222,23 +222,24 @@ def _sized(cluster: Cluster, count: str, text: str) -> Cluster:
 
 @dataclass(frozen=True)
 class _Key:
-    """A key of a cluster file. part, field: what it sets ("" is the cluster). factor: to SI units."""
+    """A key of a cluster file. part, field: what it sets ("" is the cluster). factor: to SI units. least: allowed
+    itself; None: above 0."""
 
     part: str
     field: str
     factor: float = 1.0
-    above: float = 0.0
+    least: float | None = None
     most: float = math.inf
     whole: bool = False
 
 
 _COUNT: dict[str, Any] = {"most": MOST_RANKS, "whole": True}
-_LATENCY: dict[str, Any] = {"factor": 1e-6, "above": -1e-9}
+_LATENCY: dict[str, Any] = {"factor": 1e-6, "least": 0.0}
 _KEYS = {
     "devices": _Key("", "devices", **_COUNT),
     "devices_per_node": _Key("", "per_node", **_COUNT),
     "memory_gb": _Key("device", "memory", GB),
-    "memory_margin_percent": _Key("device", "margin", 0.01, above=-1e-9, most=99),
+    "memory_margin_percent": _Key("device", "margin", 0.01, least=0.0, most=99),
     "memory_bandwidth_tb_s": _Key("device", "bandwidth", 1e12),
     **{f"{dtype}_tflops": _Key("peak", dtype, 1e12) for dtype in RATED},
     "matmul_share": _Key("device", "matmul", most=1.0),
@@ -257,7 +258,7 @@ _KEYS = {
     "pcie_gb_s": _Key("pcie", "bandwidth", GB),
     "pcie_latency_us": _Key("pcie", "latency", **_LATENCY),
     "nodes_per_leaf": _Key("wiring", "leaf", **_COUNT),
-    "oversubscription": _Key("wiring", "oversubscription", above=1 - 1e-9),
+    "oversubscription": _Key("wiring", "oversubscription", least=1.0),
     "hosts_per_machine": _Key("", "hosts", **_COUNT),
     "host_gb_s": _Key("host", "rate", GB),
     "host_memory_gb": _Key("", "host_memory", GB),
@@ -268,7 +269,7 @@ _KEYS = {
     "device_watts": _Key("device", "watts"),
     "price_per_hour": _Key("", "price"),
     "mtbf_hours": _Key("", "mtbf", 3600.0),
-    "restart_minutes": _Key("", "restart", 60.0, above=-1e-9),
+    "restart_minutes": _Key("", "restart", 60.0, least=0.0),
 }
 _SHARES = {"matmul": "matmul_share", "ring": "intra_share", "attention": "attention_forward_share"}
 """Keys that replace what a preset assumes."""
@@ -353,9 +354,10 @@ def _number(path: Path, key: str, value: Any) -> float:
     rule = _KEYS[key]
     whole = not rule.whole or isinstance(value, int)
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not (number and whole and rule.above < value <= rule.most):
+    enough = number and (value > 0 if rule.least is None else value >= rule.least)
+    if not (enough and whole and value <= rule.most):
         kind = "whole number" if rule.whole else "number"
-        limits = f"of at least {round(rule.above)}" if rule.above else "above 0"
+        limits = "above 0" if rule.least is None else f"of at least {rule.least:g}"
         limits += f" and at most {rule.most:g}" if math.isfinite(rule.most) else ""
         raise UserError(f"cluster '{path}': {key}: must be a {kind} {limits}, not {str(value)[:60]}")
     return value * rule.factor

@@ -21,7 +21,7 @@ from typing import Any
 from fivefold.errors import UserError
 from fivefold.host.devices import GIB
 from fivefold.plan.advice.budget import DAY, Questions, answer
-from fivefold.plan.advice.explain import fold, limits, margin, reasons
+from fivefold.plan.advice.explain import Folded, fold, limits, margin, reasons
 from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.memory import model_states
 from fivefold.plan.predict import Plan, for_recipe, held, limit, price, resolved, with_stalls
@@ -206,11 +206,12 @@ def search(
     space = space_of(recipe, cluster, modes)
     bounds = Bounds(space.recipe.model, cluster, for_recipe(software or software_of(cluster), recipe))
     run = Search(space, bounds, limit(cluster) if most is None else most)
-    fitting = list[Plan]()
+    fitting, folded = list[Plan](), Folded()
     for plan in run.plans():
         fitting.append(plan)
+        folded.add(plan)
         looked = len(fitting) >= LOOKED or plan.step.seconds > SLOWER * fitting[0].step.seconds
-        if looked and (len(fitting) >= FOLDED * max(top, LOOKED) or len(fold(fitting)[0]) >= top):
+        if looked and (len(fitting) >= FOLDED * max(top, LOOKED) or len(folded.found) >= top):
             break
     best = fitting[0].step.seconds if fitting else math.inf
     roomy = Search(space, bounds, ROOM * run.most, best).glimpse()
