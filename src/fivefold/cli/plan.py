@@ -89,12 +89,9 @@ ParamsOption = Annotated[
     float | None, option("N", "Plan a model of about N parameters, such as 13B.", parser=options.number)
 ]
 SoftwareOption = Annotated[
-    str,
+    str | None,
     option(
-        "NAME",
-        "The program that trains: fivefold, megatron-core, nemo, torchtitan, deepspeed, nanotron, megatron-2021, or a "
-        ".toml file.",
-        "--software",
+        "NAME", "Who trains: nemo, torchtitan, nanotron, deepspeed, megatron-core, megatron-2021, a .toml."
     ),
 ]
 
@@ -105,7 +102,7 @@ def plan(
     layout: options.LayoutOption = None,
     cluster: ClustersOption = None,
     params: ParamsOption = None,
-    software: SoftwareOption = "fivefold",
+    software: SoftwareOption = None,
     margin: MarginOption = None,
     expert_load: ExpertLoadOption = None,
     document_tokens: DocumentTokensOption = None,
@@ -127,10 +124,11 @@ def plan(
     (of papers and courses), `plan trace` (exact figures), `plan calibrate`.
     """
     from fivefold.plan.advice.budget import answer
+    from fivefold.plan.software import OWN
 
     require_pictures(pictures, save, html, json)
     assumed = given(margin, expert_load, document_tokens)
-    every = [Typed(recipe, set_ or [], name, assumed, software) for name in cluster or [CLUSTER]]
+    every = [Typed(recipe, set_ or [], name, assumed, software or OWN) for name in cluster or [CLUSTER]]
     typed, ask = every[0], budgets.Asked(tokens, deadline, price, noise_scale, mtbf, restart)
     plans = [(one.cluster, partial(planned, one, layout, params)) for one in every]
     alone = {"explain": explain, "save": save, "html": html, "pictures": pictures}
@@ -410,8 +408,6 @@ def search(
         raise UserError(f"{recipe} on {machine.name}:{machine.devices}: {found.nothing}")
     best = found.plans[0] if found.plans else None
     answers = budgets.answers(asked, best, loaded, machine, software) if asked and best else {}
-    if best:
-        save_plan(save, loaded, best)
     if json:
         print_json(found.as_json() | answers)
     elif best:
@@ -422,6 +418,7 @@ def search(
             lines += ["", *summary(recipe, best), "", *every_term(best)]
         print("\n".join(lines))
     if best:
+        save_plan(save, loaded, best)
         draw_plan(best, searching.apply(loaded, best), typed, pictures, html, json, searching.frontier(found))
 
 

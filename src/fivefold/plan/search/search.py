@@ -216,8 +216,7 @@ def search(
     best = fitting[0].step.seconds if fitting else math.inf
     roomy = Search(space, bounds, ROOM * run.most, best).glimpse()
     late = fitting[-1].step.seconds if len(fitting) >= top else math.inf
-    cut = (plan for plan in fitting if plan.layout.pp > 1)
-    pipelines = [*filter(None, [roomy]), *islice(cut, FEW)]
+    pipelines = [*filter(None, [roomy]), *islice((plan for plan in fitting if plan.layout.pp > 1), FEW)]
     second = list(tuned(space, bounds, run.most, late, pipelines))
     # recompute in as few blocks as it takes, not in all; no plan that is much slower becomes the first by that
     thinned = dict[tuple[Layout, int, str], Plan]()
