@@ -249,11 +249,9 @@ def accuracy(plan: Plan) -> list[str]:
 
     measured = plan.setting.cluster.on_cpu
     against = "against measured peaks" if measured else "on published peaks of another program"
-    lines = [f"  memory is from a formula, with a mean error of {100 * plan.memory_error:.2g}% {against}"]
-    lines[0] += "; `plan trace` is exact"
-    if not measured:
-        lines.append(f"  {evidence(plan.setting) or 'nobody has published the time of a run of this kind'}")
-    return lines
+    error = f"with a mean error of {100 * plan.memory_error:.2g}% {against}; `plan trace` is exact"
+    time = evidence(plan.setting) or "nobody has published the time of a run of this kind"
+    return [f"  memory is from a formula, {error}", *([] if measured else [f"  {time}"])]
 
 
 def save_plan(path: Path | None, recipe: Recipe, plan: Plan) -> None:
