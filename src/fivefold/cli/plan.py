@@ -76,11 +76,7 @@ ExpertLoadOption = Annotated[
     float | None, option("X", "Load of the busiest expert rank (1: even). [default: 1]")
 ]
 DocumentTokensOption = Annotated[
-    float | None,
-    option(
-        "N",
-        "Average tokens of a document. [default: from the data]",
-    ),
+    float | None, option("N", "Average tokens of a document. [default: from the data]")
 ]
 MarginOption = Annotated[
     float | None, option("PERCENT", "Memory to leave free. [default: the cluster's]", min=0, max=99)
@@ -124,11 +120,10 @@ def plan(
     (of papers and courses), `plan trace` (exact figures), `plan calibrate`.
     """
     from fivefold.plan.advice.budget import answer
-    from fivefold.plan.software import OWN
 
     require_pictures(pictures, save, html, json)
     assumed = given(margin, expert_load, document_tokens)
-    every = [Typed(recipe, set_ or [], name, assumed, software or OWN) for name in cluster or [CLUSTER]]
+    every = [Typed(recipe, set_ or [], name, assumed, software or "") for name in cluster or [CLUSTER]]
     typed, ask = every[0], budgets.Asked(tokens, deadline, price, noise_scale, mtbf, restart)
     plans = [(one.cluster, partial(planned, one, layout, params)) for one in every]
     alone = {"explain": explain, "save": save, "html": html, "pictures": pictures}
@@ -153,13 +148,13 @@ def plan(
 
 @dataclass(frozen=True)
 class Typed:
-    """What the user typed: RECIPE, --set, --cluster, what to assume, by option, and --software."""
+    """What the user typed: RECIPE, --set, --cluster, what to assume, by option, and --software ("": this program)."""
 
     name: str
     sets: list[str]
     cluster: str
     given: Mapping[str, float] = field(default_factory=dict)
-    software: str = "fivefold"
+    software: str = ""
 
 
 def given(margin: float | None, load: float | None, tokens: float | None) -> dict[str, float]:
@@ -175,7 +170,7 @@ def read(
     from fivefold.plan.cluster.clusters import parse, with_margin
     from fivefold.plan.predict import resolved, with_load
     from fivefold.plan.setting import documents_of
-    from fivefold.plan.software import program
+    from fivefold.plan.software import OWN, program
     from fivefold.recipe import load
 
     ensure_measured(typed.cluster)
@@ -184,7 +179,9 @@ def read(
     machine = with_margin(parse(typed.cluster), typed.given.get("--margin"))
     if params is not None:
         recipe = recipe.model_copy(update={"model": shape(params, resolved(recipe).model)})
-    software = with_load(program(typed.software, machine), recipe.model, typed.given.get("--expert-load"))
+    software = with_load(
+        program(typed.software or OWN, machine), recipe.model, typed.given.get("--expert-load")
+    )
     documents = documents_of(recipe, typed.given.get("--document-tokens"))
     return recipe, machine, replace(software, documents=documents)
 
@@ -206,7 +203,7 @@ def planned(typed: Typed, layout: str | None, params: float | None) -> tuple[Rec
     alone = recipe.replica_groups.count > 1 or recipe.servers.count > 0  # not searched
     if typed_layout or alone or machine.devices in (0, own.ranks):
         return recipe, predict(recipe, machine, software), ""
-    if typed.software != OWN:
+    if typed.software not in ("", OWN):
         raise UserError(
             f"--software {typed.software}: the layout of {typed.name} is for {several(own.ranks, 'rank')} and not for "
             f"{machine.devices}, and layouts are searched for this program only; give --layout"

@@ -198,8 +198,7 @@ class Evidence(NamedTuple):
 def kind_of(s: Setting) -> Kind | None:
     """None: the device has no data sheet."""
     sheet = BY_NAME.get(s.cluster.device.sheet)
-    fused = s.software.fused
-    return sheet and Kind(sheet.generation, DTYPES[s.rate].bytes, s.card.has_experts, fused)
+    return sheet and Kind(sheet.generation, DTYPES[s.rate].bytes, s.card.has_experts, s.software.fused)
 
 
 def evidence(s: Setting) -> Evidence | None:

@@ -25,10 +25,7 @@ class Wiki(Rows):
             return True  # its reader will report it
 
     def rows(self, file: File, fields: Fields, done: int) -> Iterator[tuple[int, dict[str, Any] | str]]:
-        from xml.etree.ElementTree import (
-            ParseError,
-            fromstring,
-        )  # take 10 ms to import; few sources need them
+        from xml.etree.ElementTree import ParseError, fromstring  # takes 10 ms, and few sources need it
 
         with file.open() as f:
             for number, xml in enumerate(_pages(f)):

@@ -165,8 +165,8 @@ def _sized(like: ModelSection, layers: int, heads: int, head: int) -> ModelSecti
 @dataclass(frozen=True)
 class Questions:
     """Budget questions. tokens: of the run. deadline: seconds. noise_scale: in tokens. price: per device-hour; mtbf:
-    seconds between failures of a device; restart: seconds from one until the
-    last checkpoint begins to be read; None: the cluster's."""
+    seconds between failures of a device; restart: seconds from one until the last checkpoint begins to be read; None:
+    the cluster's."""
 
     tokens: float
     deadline: float | None = None
@@ -292,13 +292,12 @@ def _failing(plan: Plan, stalls: Stalls, mtbf: float, restart: float) -> dict[st
     reading = stalls.checkpoint / max(1, cluster.nodes) / cluster.storage.read
 
     def back(steps: int) -> float:
-        return restart + reading + max(0.0, stalls.writing - saving_of(plan, stalls, steps))
+        return restart + reading + max(0.0, stalls.writing - stalls.saved(steps))
 
     def goodput(steps: int) -> float:
-        return failures.goodput(steps * each, saving_of(plan, stalls, steps), between, back(steps))
+        return failures.goodput(steps * each, stalls.saved(steps), between, back(steps))
 
-    saving = saving_of(plan, stalls)
-    longest = max(failures.best_interval(saving, between), stalls.writing)
+    longest = max(failures.best_interval(stalls.copied, between), stalls.writing)
     best = failures.best_steps(goodput, 2 + math.ceil(2 * longest / each))
     every = stalls.every or best
     share, most = goodput(every), goodput(best)
@@ -317,15 +316,6 @@ def _failing(plan: Plan, stalls: Stalls, mtbf: float, restart: float) -> dict[st
         "best_interval_steps": best,
         "best_goodput": most,
     }
-
-
-def saving_of(plan: Plan, stalls: Stalls, every: float = math.inf) -> float:
-    """Seconds that the run waits for a checkpoint every so many steps, where `Stalls.saving` is that of the recipe's
-    interval. One that is written beside the steps takes the copy, and what is unwritten when the next one begins."""
-    if stalls.saving >= stalls.writing:
-        return stalls.saving
-    copied = stalls.checkpoint / plan.setting.layout.ranks / plan.setting.cluster.host_link.write
-    return max(copied, stalls.writing - every * plan.step.seconds)
 
 
 def _minutes(seconds: float) -> str:
@@ -347,7 +337,7 @@ def lines(answers: dict[str, Any]) -> list[str]:
     if "energy_mwh" in answers:
         text.append(
             f"energy        at most {answers['energy_mwh']:,.4g} MWh, at {answers['device_watts']:,.0f} W per device: "
-            "hosts, network and cooling are not in it"
+            "network, cooling, and hosts that the data sheet does not count are not in it"
         )
     text += _lost_lines(answers)
     if "devices_for_deadline" in answers:

@@ -46,7 +46,8 @@ _HOPPER_CUDNN = (0.66, 0.553)
 # torchtitan's runs of 8B are as far off on 128 devices as on 8 with 0.2 (eager) and 0.1 (compiled); those of
 # llm-foundry's 13B on 16 and 64 as those of its 7B and 1B on 8 with 0.3, of its 7B on 256 as on 8 with 0.2. Nothing
 # was seen on A100.
-_HOPPER: dict[str, Any] = {"cudnn": _HOPPER_CUDNN, "contended": 0.2}
+_HOPPER_CONTENDED = 0.2
+_HOPPER: dict[str, Any] = {"cudnn": _HOPPER_CUDNN, "contended": _HOPPER_CONTENDED}
 # What is assumed of devices that nobody has measured for us: round shares below those of the measured ones.
 _MATMUL, _RING, _ATTENTION = 0.75, 0.75, (0.40, 0.30)
 
@@ -104,9 +105,9 @@ PRESETS = {
         _preset("l4", _EDR, cards=1),
         _preset("l40s", _HDR, cards=4),
         _preset("rtx4090", _EDR, cards=1),
-        _preset("h100-nvl", _NDR, cards=4, **_HOPPER),
-        _preset("h200-nvl", _NDR, cards=4, **_HOPPER),
-        _preset("h100-pcie", _NDR, cards=4, **_HOPPER),
+        _preset("h100-nvl", _NDR, cards=4, contended=_HOPPER_CONTENDED),
+        _preset("h200-nvl", _NDR, cards=4, contended=_HOPPER_CONTENDED),
+        _preset("h100-pcie", _NDR, cards=4, contended=_HOPPER_CONTENDED),
         _preset("h100", _NDR, _HOPPER_MATMUL, _HOPPER_RING, _HOPPER_ATTENTION, **_HOPPER, reduce=480 * GB),
         _preset("h800", _NDR, _HOPPER_MATMUL, _HOPPER_RING, _HOPPER_ATTENTION, **_HOPPER),
         _preset(

@@ -32,7 +32,7 @@ class Device:
     Are Created Equal"). measured: what takes the place of all these rates. assumed: shares that nobody has measured,
     "matmul", "attention" or "ring" (of the links within a node). margin: the share of memory that plans leave free.
     contended: the share of a message of blocks or of data parallelism between nodes that computation does not hide,
-    since both need the device's memory and processors. (Of what a pipeline's pairs and transfers hide nothing shows.)
+    since both need the device's memory and processors. What pipelines hide shows nothing.
     watts: the most that it draws; 0: not known. sheet: the name of its data sheet, also if a file changes it.
     """
 

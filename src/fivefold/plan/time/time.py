@@ -180,19 +180,30 @@ def fixed(s: Setting) -> float:
 class Stalls:
     """Stalls of a run.
 
-    checkpoint: bytes of one checkpoint, which all nodes write at once. writing: seconds on their disks. saving: seconds
-    that the run waits for it: for a copy in host memory, if it is written beside the steps that follow. every: steps
-    between checkpoints, also if they are due by time; 0: one at the end. reading: seconds to read a step's tokens,
-    overlapped with the step before. waiting: the exposed part of it. slowest: time of the slowest device over the mean.
+    checkpoint: bytes of one checkpoint, which all nodes write at once. writing: seconds on their disks. copied: seconds
+    for a copy in host memory, if it is written beside the steps that follow; else those of writing. step: seconds of a
+    step. every: steps between checkpoints, also if they are due by time; 0: one at the end. reading: seconds to read a
+    step's tokens, overlapped with the step before. waiting: the exposed part of it. slowest: time of the slowest device
+    over the mean.
     """
 
     checkpoint: int
     writing: float
-    saving: float
+    copied: float
+    step: float
     every: int
     reading: float
     waiting: float
     slowest: float
+
+    @property
+    def saving(self) -> float:
+        """Seconds that the run waits for a checkpoint."""
+        return self.saved(self.every) if self.every else self.writing
+
+    def saved(self, every: float) -> float:
+        """`saving` with a checkpoint every so many steps: one is written before the next begins."""
+        return max(self.copied, self.writing - every * self.step)
 
     @property
     def per_step(self) -> float:
@@ -231,15 +242,14 @@ def stalls(recipe: Recipe, s: Setting, step: float) -> Stalls:
     tokens = recipe.train.global_batch_size * recipe.model.seq_len
     reading = tokens * token_bytes(recipe.model.vocab_size or 0) / nodes / s.cluster.storage.read
     every = min((n for n in (section.every, by_time) if 0 < n < (steps or n + 1)), default=0)
-    writing = saving = size / nodes / s.cluster.storage.write
-    room = s.cluster.host_memory > size / nodes
-    if section.asynchronous and room and every and not s.cluster.machine:
+    writing = copied = size / nodes / s.cluster.storage.write
+    if section.asynchronous and s.cluster.host_memory > size / nodes and not s.cluster.machine:
         copied = size / s.layout.ranks / s.cluster.host_link.write
-        saving = max(copied, writing - every * step)  # one is written before the next begins
     return Stalls(
         checkpoint=size,
         writing=writing,
-        saving=saving,
+        copied=copied,
+        step=step,
         every=every,
         reading=reading,
         waiting=max(0.0, reading - step),
