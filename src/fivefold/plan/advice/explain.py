@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 from fivefold.errors import UserError, several
 from fivefold.host.devices import GIB
 from fivefold.models.operations import Operation
-from fivefold.plan.cluster.devices import Cluster, Link
+from fivefold.plan.cluster.devices import MARGIN, Cluster, Link
 from fivefold.plan.memory import memory, model_states
 from fivefold.plan.messages import volume
 from fivefold.plan.predict import FRAGMENTS, Plan, limit, predict, price
@@ -51,6 +51,9 @@ def summary(plan: Plan) -> list[str]:
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     if plan.limit < plan.peak_bytes <= limit(s.cluster, margin=False):
         verdict += f"; it does without {margin(s.cluster)} (--margin 0)"
+    usual = (1 - MARGIN) * limit(s.cluster, margin=False)
+    if plan.fits and plan.peak_bytes > usual and not s.cluster.on_cpu:
+        verdict += f", near the limit (usual is a margin of {MARGIN:.0%}): an allocator that runs out waits"
     shares = [
         (name, seconds / step.seconds)
         for name, seconds in (
