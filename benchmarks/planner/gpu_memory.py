@@ -1,8 +1,10 @@
 """Memory of a rank on GPUs: the planner's formula against the trainer's own step, traced with compiled blocks.
 
     python benchmarks/planner/gpu_memory.py [--seed 27] [--number 20] [--out benchmarks/results/planner_gpu_memory.json]
+    python benchmarks/planner/gpu_memory.py --hard --seed 30 [--out benchmarks/results/planner_gpu_memory_hard.json]
 
 Draws valid settings of the shipped models on H100s by a seed: model, layout, recomputation, sequences per microbatch.
+--hard: of models with experts, some of which offload, and of dense ones that offload.
 "traced" is the peak of all live tensors on rank 0 (trace/step.py) with the tensors kept for backward that PyTorch's
 partitioner chooses (trace/compiled.py); "in Python" is the same without compilation. Nothing runs on a GPU. About ten
 minutes on one core.
@@ -24,6 +26,7 @@ from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, load, resolve
 from fivefold.sharding.layout import Layout
+from fivefold.sharding.tiers import NOT_OFFLOADED, OFFLOADS
 from fivefold.trace.gpu import on_gpu
 
 MODELS = (
@@ -31,6 +34,9 @@ MODELS = (
     "mixtral-8x7b", "qwen3-30b-a3b",
 )  # fmt: skip
 RANKS = (1, 2, 4, 8, 16, 64)
+EXPERTS = {"mixtral-8x7b": (8, 16, 64), "qwen3-30b-a3b": (2, 4, 8, 16, 64), "deepseek-v3": (256, 512, 1024)}
+"""The models of --hard, and the numbers of ranks that may hold them."""
+OFFLOADED = ("llama3-8b", "qwen3-8b", "llama2-13b", "llama3-70b")
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zbv")
 
 
@@ -51,10 +57,11 @@ class Row:
         return self.planned / self.traced - 1
 
 
-def drawn(numbers: random.Random) -> tuple[str, str, int, Recipe]:
-    """A setting that is valid and fits its GPUs."""
+def drawn(numbers: random.Random, hard: bool) -> tuple[str, str, int, Recipe]:
+    """A setting that is valid and fits its GPUs. hard: with experts, or offloaded, or both."""
     while True:
-        name, ranks = numbers.choice(MODELS), numbers.choice(RANKS)
+        name = numbers.choice((*EXPERTS, numbers.choice(OFFLOADED)) if hard else MODELS)
+        ranks = numbers.choice(EXPERTS.get(name, RANKS) if hard else RANKS)
         sizes = {axis: numbers.choice((1, 1, 2, 4, 8)) for axis in ("tp", "pp", "cp", "ep")}
         dp = ranks // (sizes["tp"] * sizes["pp"] * sizes["cp"])
         fields: dict[str, object] = {"dp": dp, **{axis: size for axis, size in sizes.items() if size > 1}}
@@ -65,6 +72,10 @@ def drawn(numbers: random.Random) -> tuple[str, str, int, Recipe]:
             fields["virtual_stages"] = 2 if fields["schedule"] in ("interleaved", "zbv") else 1
         fields["zero"] = numbers.choice((0, 1, 2, 3)) if dp > 1 else 0
         fields["recompute"] = numbers.choice(("none", "none", "selective", "full"))
+        if hard:
+            offloads = [kind for kind in OFFLOADS if name in EXPERTS or kind != NOT_OFFLOADED]
+            kinds = (NOT_OFFLOADED, numbers.choice(offloads)) if name in EXPERTS else offloads
+            fields["offload"] = numbers.choice(kinds)
         layout, microbatch = (
             ",".join(f"{key}={value}" for key, value in fields.items()),
             numbers.choice((1, 2, 4)),
@@ -109,11 +120,12 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=27)
     parser.add_argument("--number", type=int, default=20)
+    parser.add_argument("--hard", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     numbers, rows = random.Random(args.seed), list[Row]()
     for _ in range(args.number):
-        name, layout, microbatch, recipe = drawn(numbers)
+        name, layout, microbatch, recipe = drawn(numbers, args.hard)
         rows.append(measure(name, layout, microbatch, recipe))
         print(f"{name} {layout} {microbatch}: {100 * rows[-1].error:+.2f}%", file=sys.stderr, flush=True)
     print(table(rows))
