@@ -265,8 +265,10 @@ def test_the_formula_is_close_to_a_traced_step(arch: str, mode: str, layout: str
     assert abs(found.total / traced.total - 1) <= 0.05
     assert found.params == traced.at_peak["params"]
     assert found.gradients == traced.at_peak["gradients"]
-    assert found.optimizer == pytest.approx(traced.at_peak["optimizer"], rel=1e-4), (
-        "it leaves out the count of steps"
+    scales = 2 * (mode == "nanotron")  # of moments of 8 bits, beside a count of steps
+    once = 4 * (1 + scales) * len(card_of(recipe.model).parameters)
+    assert found.optimizer == pytest.approx(traced.at_peak["optimizer"], rel=1e-4, abs=once), (
+        "it leaves out what a tensor has once"
     )
 
 
