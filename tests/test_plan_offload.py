@@ -59,6 +59,18 @@ def test_each_byte_is_in_one_tier():
         assert infinity.params < 0.1 * 2 * parameters / 8
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_rows_that_stay_have_a_place_beside_whole_sums(microbatches: int):
+    """ZeRO 1 adds gradients up whole, if there are several microbatches; the update reads a rank's rows elsewhere."""
+    sets = (f"train.global_batch_size={8 * 4 * microbatches}",)
+    none, disk, rows = (
+        plan_of(away, f"dp=8,zero={zero}", "h100:8", sets).memory[0].gradients
+        for away, zero in (("none", 1), ("states:disk", 1), ("states:disk", 2))
+    )
+    assert none == pytest.approx((rows, 8 * rows)[microbatches > 1], rel=1e-3)
+    assert disk == pytest.approx((rows, 9 * rows)[microbatches > 1], rel=1e-3)
+
+
 def test_pure_bf16_takes_half():
     """Of the 16 bytes that leave the device, 8 do; Kahan's compensation is one state more."""
     pure = "precision.mode=bf16_pure"

@@ -208,7 +208,7 @@ def test_trace_of_other_models(layout: str, overrides: list[str]) -> None:
         "dp=2,zero=3",
         *(
             pytest.param(layout, marks=pytest.mark.slow)
-            for layout in ("dp=2,zero=1", "tp=2,sp=true,recompute=full")
+            for layout in ("dp=2,zero=1", "tp=2,sp=true,recompute=full", "dp=2,offload=all:host")
         ),
         "pp=2,schedule=1f1b",
     ],

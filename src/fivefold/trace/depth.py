@@ -42,6 +42,7 @@ from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.layout_rules import validate
 from fivefold.sharding.parts import stage_blocks, stages_of
 from fivefold.sharding.sync import in_replica_group, replica_group_layout
+from fivefold.sharding.tiers import BEHIND, OFFLOADS
 from fivefold.step.state import compute_mode
 from fivefold.trace.blocks import Block, Blocks, kinds
 from fivefold.trace.fake import CPU
@@ -52,6 +53,9 @@ AS_IT_IS = 128  # blocks times microbatches that are traced without extrapolatio
 DRAWN = 1024  # the same, of a picture over time, which cannot be extrapolated: half a minute
 LEAST_BLOCKS = 2  # of a stage in a small model
 LEAST_SHARDED = 3  # the same under ZeRO, which may hold the weights of three blocks at once
+LEAST_MOVED = (
+    2 + BEHIND
+)  # if gradients leave unit by unit, beside a window of weights: as many are there at once
 
 
 @dataclass(frozen=True)
@@ -216,6 +220,8 @@ def depths(model: ModelSection, layout: Layout, position: int, fragments: int = 
     everywhere = layout.pp * layout.stages_per_rank // layout.copies  # stages of the model
     layers: list[int] = []
     least = LEAST_SHARDED if layout.zero and layout.shards > 1 else LEAST_BLOCKS
+    if OFFLOADS[layout.offload].gradients != "device":
+        least = LEAST_MOVED + layout.offload_window
     for less in range(min(map(sum, stages)) - least, 0, -1):
         small = _deep(model, model.layers - less * everywhere)
         if less * everywhere % fragments or small.layers < fragments:

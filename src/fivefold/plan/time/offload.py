@@ -95,9 +95,13 @@ def _moved(s: Setting, position: int, one: Memory, own: Elements) -> Memory:
     if t.working != "device":
         away[t.working] += b.working * keeps
         params = b.working * (outside + min(keeps - outside, s.layout.offload_window * block))
-    if t.gradients != "device":  # but for two units (one computes, one moves) and what is outside of blocks
+    whole = zero and scattered_once(zero, s.layout.pp) and s.microbatches > 1
+    if (
+        t.gradients == "device"
+    ):  # a rank's rows have a place of their own, beside the sums that FSDP2 scatters
+        gradients += b.gradient * keeps * bool(whole and t.masters != "device")
+    else:  # but for two units (one computes, one moves) and what is outside of blocks
         away[t.gradients] += b.gradient * keeps
-        whole = zero and scattered_once(zero, s.layout.pp) and s.microbatches > 1
         gradients = gradients if whole else 0.0
         wait, (schedule, _) = 2 * block, live_schedule(s.layout, s.microbatches)
         if schedule and not zero:  # a stage's blocks wait from its I, which brings those of norms, to its W
