@@ -31,9 +31,7 @@ class Classifier(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:  # (B, T), (B, 1) int64 -> scalar mean loss
         x_BTD = self.encoder(self.embed(inputs) + self.positions.weight)
-        return nn.functional.cross_entropy(
-            self.head(x_BTD[:, 0]), targets[:, 0]
-        )  # of the first token, as [CLS]
+        return nn.functional.cross_entropy(self.head(x_BTD[:, 0]), targets[:, 0])  # as of [CLS]
 
 
 class Data:  # texts of class 1 use the upper half of the vocabulary
