@@ -124,11 +124,7 @@ def _relative(found: Tensor, wanted: Tensor, dim: int) -> float:
 
 
 def _kernels(table: native.Table) -> str:
-    """What the console says of kernels in Triton.
-
-    Raises:
-        UserError: they compute on the first rank, and cannot here.
-    """
+    """What the console says of kernels in Triton. Raises UserError: they compute on the first rank, and cannot here."""
     why = registry.why_not()
     if table.triton and why:
         raise UserError(f"{why} on this machine, but the first rank computes with kernels in Triton")
