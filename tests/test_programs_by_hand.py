@@ -35,8 +35,7 @@ from fivefold.parallel.recompute import apply as recompute
 from fivefold.parallel.tensor import ColumnLinear, RowLinear
 from fivefold.recipe import load, resolve
 from fivefold.schedules.collectives.registry import build, shape_of
-from fivefold.schedules.compression import compressor
-from fivefold.schedules.compression.blocks import Blocks
+from fivefold.schedules.compression import Blocks, compressor
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.sequence import token_spans
 from fivefold.step.state import build_state

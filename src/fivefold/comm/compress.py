@@ -21,11 +21,7 @@ from torch import Tensor
 from fivefold.comm.axis import Axis, Started
 from fivefold.kernels.hashing import hash_
 from fivefold.kernels.rounded import Quantizer
-from fivefold.schedules.compression import Compressor
-from fivefold.schedules.compression.blocks import LARGEST, Blocks
-from fivefold.schedules.compression.compressor import sizes
-from fivefold.schedules.compression.lowrank import LowRank
-from fivefold.schedules.compression.sparse import Sparse, TopK
+from fivefold.schedules.compression import LARGEST, Blocks, Compressor, LowRank, Sparse, TopK, sizes
 
 Messages = Generator[Started, Tensor, None]
 """Yields each message after it has started, and is sent its result."""
@@ -300,6 +296,6 @@ def compressed_sum(
     compressor: Compressor, shapes: Sequence[tuple[int, ...]], axis: Axis, number: int
 ) -> CompressedSum:
     """The compressed sum of a bucket's gradients over an axis. shapes: of its parameters. number: the bucket's."""
-    families = {"blocks": BlockSum, "lowrank": LowRankSum, "sparse": SparseSum}
-    make: Any = families[compressor.family]
+    families = {Blocks: BlockSum, LowRank: LowRankSum, Sparse: SparseSum}
+    make: Any = next(run for family, run in families.items() if isinstance(compressor, family))
     return make(compressor, shapes, axis, number)
