@@ -20,8 +20,7 @@ from fivefold.data import prepare
 from fivefold.kernels.rounded import Quantizer
 from fivefold.launch.ranks import Ranks
 from fivefold.recipe import load, resolve
-from fivefold.schedules.compression import compressor
-from fivefold.schedules.compression.blocks import Blocks
+from fivefold.schedules.compression import Blocks, compressor
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
 from fivefold.train.share import batches_of, share_of

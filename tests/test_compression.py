@@ -39,10 +39,7 @@ from fivefold.plan.messages.volume import SENT
 from fivefold.plan.predict import held, predict
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
 from fivefold.recipe.rules.combinations import notes
-from fivefold.schedules.compression import TEXTS, compressor
-from fivefold.schedules.compression.blocks import LARGEST, Blocks, normal
-from fivefold.schedules.compression.lowrank import LowRank
-from fivefold.schedules.compression.sparse import Sparse, TopK
+from fivefold.schedules.compression import LARGEST, TEXTS, Blocks, LowRank, Sparse, TopK, compressor, normal
 from fivefold.sharding.layout import Layout, describe, to_text
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step

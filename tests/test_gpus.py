@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from fivefold.bench.gpu.trials import PARTS
 from fivefold.cli.main import app
 from fivefold.errors import UserError
-from fivefold.host import gpus, variables
+from fivefold.host import gpus
 from fivefold.host.machine import has_fast_bf16
 from fivefold.kernels.blockwise_attention import Documents
 from fivefold.launch import ranks as ranks_
@@ -164,7 +164,7 @@ def test_too_few_gpus_are_refused_with_the_reason(machine: Seen) -> None:
 
 def test_variables_that_hurt_are_warnings() -> None:
     def warning(name: str, value: str) -> str:
-        (found,) = variables.settings({name: value, "HOME": "/", "NCCLX": "1"})
+        (found,) = gpus.variables({name: value, "HOME": "/", "NCCLX": "1"})
         assert (found["name"], found["value"]) == (name, value)
         assert found["does"]
         return found["warning"]
@@ -186,14 +186,14 @@ def test_variables_that_hurt_are_warnings() -> None:
         assert fine is None or warning(name, fine) == "", name
     for name in ("OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG"):
         assert warning(name, "1") == ""
-    (unknown,) = variables.settings({"NCCL_NEW_THING": "1"})
+    (unknown,) = gpus.variables({"NCCL_NEW_THING": "1"})
     assert unknown["does"] == "a setting of NCCL's that this table does not have"
 
 
 def test_the_page_on_gpus_has_every_variable_that_hurts_and_every_part() -> None:
     page = (Path(__file__).parent.parent / "docs" / "gpu.md").read_text()
-    option = (Path(variables.__file__).parents[1] / "cli" / "bench.py").read_text()
-    assert not [name for name, one in variables.VARIABLES.items() if one.harm and f"`{name}=" not in page]
+    option = (Path(gpus.__file__).parents[1] / "cli" / "bench.py").read_text()
+    assert not [name for name, one in gpus.VARIABLES.items() if one.harm and f"`{name}=" not in page]
     assert not [part for part in PARTS if f"| `{part}` |" not in page]
     assert f"Some of {','.join(PARTS)}." in option
 

@@ -30,7 +30,7 @@ from fivefold.optim.updater import Updater
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.replica import Gathered
 from fivefold.recipe import load, resolve
-from fivefold.schedules.compression.blocks import dynamic
+from fivefold.schedules.compression import dynamic
 from fivefold.sharding.layout import Layout, parse
 from fivefold.sharding.matrices import exchanges, sizes_sent
 from fivefold.sharding.parts import boxes, held, local_shape

@@ -33,7 +33,7 @@ from fivefold.plan.messages import volume
 from fivefold.plan.predict import Plan, predict
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.recipe.rules.combinations import notes
-from fivefold.schedules.compression.blocks import INT8
+from fivefold.schedules.compression import INT8
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.sync import ReplicaGroups, outer_messages
 from fivefold.step.step import take_step

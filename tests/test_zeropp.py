@@ -31,7 +31,7 @@ from fivefold.plan.messages import volume
 from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, change, count_parameters, load
 from fivefold.recipe.rules.combinations import notes
-from fivefold.schedules.compression.blocks import INT4, INT8, LARGEST, Blocks
+from fivefold.schedules.compression import INT4, INT8, LARGEST, Blocks
 from fivefold.sharding.layout import Layout, describe, parse, to_text
 from fivefold.sharding.units import syncs, zeropp
 from fivefold.step.state import build_state

@@ -221,11 +221,10 @@ def _collectives(size: int, device: torch.device) -> dict[str, Callable[[], obje
         for transfer in dist.batch_isend_irecv(ops):
             transfer.wait()
 
-    found: dict[str, Callable[[], object]] = {
-        f"all_reduce {name}": lambda x=x: dist.all_reduce(x) for name, x in whole.items()
-    }
+    found: dict[str, Callable[[], object]] = {}
     for name, x in whole.items():
         sums = torch.empty_like(part[name])
+        found[f"all_reduce {name}"] = lambda x=x: dist.all_reduce(x)
         found[f"reduce_scatter {name}"] = lambda x=x, sums=sums: reduce_scatter_single(sums, x)
     return found | {
         "all_gather": lambda: all_gather_single(whole["bf16"], part["bf16"]),

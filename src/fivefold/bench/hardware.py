@@ -301,11 +301,8 @@ SIZE = 1 << 30
 def bandwidth(folder: Path, size: int = SIZE) -> dict[str, float]:
     """Bytes per second of an unnamed file in `folder`: "write" (flushed), "read", and "both" at once, together.
 
-    size: bytes of the file, of which whole pairs of spans are used.
-
-    Raises:
-        UserError: the folder cannot be written, has not enough space, or is on a file system without unnamed files.
-    """
+    size: bytes of the file, of which whole pairs of spans are used. Raises UserError: the folder cannot be written, has
+    not enough space, or is on a file system without unnamed files."""
     spans = range(0, size // (2 * SPAN) * 2 * SPAN, SPAN)
     with closing(Disk(folder)) as disk:
         file, data = disk.file(len(spans) * SPAN, "a test file"), aligned(SPAN)

@@ -51,12 +51,8 @@ WORLDS = (1, 2, 4)
 def measure(say: Callable[[str], None] = lambda text: None, busy: bool = False) -> Measured:
     """Measures, and saves the table in the cache. `say` gets a line for each part.
 
-    The process must have used neither torch's threads nor a GPU: ranks are forked.
-    busy: other programs may take the cores meanwhile.
-
-    Raises:
-        BusyError: they do, before or at the end. The table is not saved.
-    """
+    The process must have used neither torch's threads nor a GPU: ranks are forked. busy: other programs may take the
+    cores meanwhile. Raises BusyError: they do, before or at the end. The table is not saved."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     units = gpus or cores()
     dtypes = list(TRAINED) if has_fast_bf16("cuda" if gpus else "cpu") else [MASTER]

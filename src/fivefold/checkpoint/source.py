@@ -254,11 +254,8 @@ def import_folder(source: Path, out: Path) -> Path:
 
     The weights keep their dtypes, so that an export of the new run holds the same bytes. Data and length of the
     training are a recipe's defaults. Change them in recipe.toml or with `--set`: fields that follow from others, such
-    as the steps of warm-up, are not set.
-
-    Raises:
-        UserError: Fivefold cannot compute the model exactly. The message names the keys, weights or files.
-    """
+    as the steps of warm-up, are not set. Raises UserError: Fivefold cannot compute the model exactly. The message names
+    the keys, weights or files."""
     files.guard(source)
     config = read_config(source / "config.json")
     model = from_hf_config(config, source)

@@ -132,9 +132,9 @@ def summary(recipe: Recipe) -> dict[str, Any]:
 
 def _machine(result: dict[str, Any]) -> list[dict[str, str]]:
     """The variables that change how GPUs compute and NCCL communicates. Adds to `result` what to know of the GPUs."""
-    from fivefold.host import gpus, variables
+    from fivefold.host import gpus
 
-    found = variables.settings(os.environ)
+    found = gpus.variables(os.environ)
     result["warnings"] += [setting["warning"] for setting in found if setting["warning"]]
     for note in gpus.notes():
         kind = "warnings" if note.startswith(gpus.WARNING) else "notes"

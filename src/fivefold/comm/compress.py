@@ -19,12 +19,9 @@ import torch
 from torch import Tensor
 
 from fivefold.comm.axis import Axis, Started
+from fivefold.kernels.hashing import hash_
 from fivefold.kernels.rounded import Quantizer
-from fivefold.schedules.compression import Compressor
-from fivefold.schedules.compression.blocks import LARGEST, Blocks
-from fivefold.schedules.compression.compressor import sizes
-from fivefold.schedules.compression.lowrank import LowRank
-from fivefold.schedules.compression.sparse import Sparse, TopK
+from fivefold.schedules.compression import LARGEST, Blocks, Compressor, LowRank, Sparse, TopK, sizes
 
 Messages = Generator[Started, Tensor, None]
 """Yields each message after it has started, and is sent its result."""
@@ -82,23 +79,10 @@ def _norms(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def uniform(count: int, step: int, number: int, device: torch.device) -> Tensor:
-    """`count` random numbers in [0, 1), fp64, the same on every rank and device: a hash of (step, number, index), by
-    SplitMix64 as initial weights are (models/base.py)."""
-    x = torch.arange(count, device=device) * _signed(0x9E3779B97F4A7C15)
-    x += _signed((step * 0xD1B54A32D192ED03) ^ (number * 0x8CB92BA72F3D8DD7))
-    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
-    return _shifted(x ^ _shifted(x, 31), 11).double() * 2.0**-53
-
-
-def _signed(x: int) -> int:
-    """The int64 with the lowest 64 bits of a whole number."""
-    return (x + 2**63) % 2**64 - 2**63
-
-
-def _shifted(x: Tensor, by: int) -> Tensor:
-    """Shifts the bits of int64 to the right, as those of a number without sign."""
-    return (x >> by) & ((1 << (64 - by)) - 1)
+    """`count` random numbers in [0, 1), fp64, the same on every rank and device: a hash of (step, number, index)."""
+    key = (step * 0xD1B54A32D192ED03) ^ (number * 0x8CB92BA72F3D8DD7)
+    bits = hash_(torch.arange(count, device=device), key, 0)
+    return (bits >> 11).bitwise_and_((1 << 53) - 1).double() * 2.0**-53
 
 
 class BlockSum(CompressedSum):
@@ -312,6 +296,6 @@ def compressed_sum(
     compressor: Compressor, shapes: Sequence[tuple[int, ...]], axis: Axis, number: int
 ) -> CompressedSum:
     """The compressed sum of a bucket's gradients over an axis. shapes: of its parameters. number: the bucket's."""
-    families = {"blocks": BlockSum, "lowrank": LowRankSum, "sparse": SparseSum}
-    make: Any = families[compressor.family]
+    families = {Blocks: BlockSum, LowRank: LowRankSum, Sparse: SparseSum}
+    make: Any = next(run for family, run in families.items() if isinstance(compressor, family))
     return make(compressor, shapes, axis, number)

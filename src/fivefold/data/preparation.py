@@ -51,11 +51,8 @@ def prepare(recipe: Recipe, progress: Tell | None = None, workers: int | None = 
     """The data set of a recipe. It is tokenized first, unless the cache has this content with these settings.
 
     Several processes may call it at once. One works, the others wait and read its result. The result does not depend on
-    `workers` (threads; None: one per core). progress(stage, done, total) is called with bytes.
-
-    Raises:
-        UserError: a fault of a source, with file and offset; or there is not enough data for the run.
-    """
+    `workers` (threads; None: one per core). progress(stage, done, total) is called with bytes. Raises UserError: a
+    fault of a source, with file and offset; or there is not enough data for the run."""
     alone = not (recipe.data.sources or recipe.data.validation)
     data = (prepare_source if alone else _prepare_all)(recipe, progress, workers)
     require_enough(recipe, amounts(recipe, data))

@@ -59,11 +59,8 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def read_text(path: Path, most: int, name: str = "") -> str:
-    """The UTF-8 text of a regular file of at most `most` bytes. name: begins the messages, such as a field's.
-
-    Raises:
-        UserError: it cannot be read, or is no such text.
-    """
+    """The UTF-8 text of a regular file of at most `most` bytes. name: begins the messages, such as a field's. Raises
+    UserError: it cannot be read, or is no such text."""
     try:
         return read_bytes(path, most).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -146,12 +143,8 @@ def guard(folder: Path, *, look: bool = True) -> None:
     A run folder or a model may come from anybody, and a link in it would let them choose which file we overwrite. The
     folder itself may be a link. A snapshot of a Hugging Face cache may link to the blobs beside it.
 
-    look: goes through the folder now, and refuses such links, and whatever is neither a file nor a folder (a pipe
-    would block who opens it).
-
-    Raises:
-        UserError: the folder has one.
-    """
+    look: goes through the folder now, and refuses such links, and whatever is neither a file nor a folder (a pipe would
+    block who opens it). Raises UserError: the folder has one."""
     home = Path(os.path.abspath(folder))  # as `inside` looks it up
     real = Path(os.path.realpath(home))
     blobs = (real.parent.parent / "blobs",) if real.parent.name == "snapshots" else ()
@@ -171,11 +164,8 @@ def guard(folder: Path, *, look: bool = True) -> None:
 
 def inside(path: Path, opened: int | None = None) -> Path:
     """Returns `path`, after a check that no link leads it out of a guarded folder. opened: the descriptor of the file
-    that was found there: then its place counts, so nobody can have put a link there after the check.
-
-    Raises:
-        UserError: one does, or the path has a NUL.
-    """
+    that was found there: then its place counts, so nobody can have put a link there after the check. Raises UserError:
+    one does, or the path has a NUL."""
     if "\0" in str(path):
         raise UserError(f"{path} cannot be a file: its name has a NUL")
     if not _guarded:

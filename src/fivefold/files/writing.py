@@ -262,11 +262,7 @@ def locked(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[b
 
 def held(path: Path) -> IO[bytes] | None:
     """Locks a file, which is made if it is not there. None: another process has it. It is released by closing it, or by
-    the end of the process.
-
-    Raises:
-        UserError: the file system has no locks.
-    """
+    the end of the process. Raises UserError: the file system has no locks."""
     file = open(os.open(inside(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+b", buffering=0)  # noqa: SIM115
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -328,11 +324,8 @@ LEAVING_S = 30.0  # how long a folder's owner whose launcher was killed may take
 def owned(folder: Path) -> Iterator[None]:
     """Makes a folder this process's own, and that of the processes forked from it, until they end or leave the block.
 
-    Where the file system has no locks, nothing is checked.
-
-    Raises:
-        BusyError: another process has it. The message says which, on what host, since when.
-    """
+    Where the file system has no locks, nothing is checked. Raises BusyError: another process has it. The message says
+    which, on what host, since when."""
     make_folder(folder)
     path = folder / LOCK
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644), "r+") as f:

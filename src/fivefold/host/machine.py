@@ -176,11 +176,8 @@ LEAST, PER_RANK = 128, 8
 
 
 def ensure_open_files(ranks: int) -> None:
-    """Raises the soft limit on open files as far as a rank of so many may need it.
-
-    Raises:
-        UserError: the hard limit is too low for any run.
-    """
+    """Raises the soft limit on open files as far as a rank of so many may need it. Raises UserError: the hard limit is
+    too low for any run."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = float("inf") if hard == resource.RLIM_INFINITY else hard
     if most < LEAST:

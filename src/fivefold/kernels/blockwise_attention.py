@@ -195,12 +195,8 @@ def attention(
     """softmax(q k^T / sqrt(d)) v. q (B, T, H, d), k and v (B, S, K, d) with K dividing H; returns (B, T, H, d).
 
     Causal: the last query sees every key (queries are the last T of S positions). documents: a query sees keys of its
-    own document only; S = T. scores: flash attention knows the window only. Elsewhere a cap or a sink is written
-    out, with all scores in memory.
-
-    Raises:
-        UserError: something of `scores` is not supported.
-    """
+    own document only; S = T. scores: flash attention knows the window only. Elsewhere a cap or a sink is written out,
+    with all scores in memory. Raises UserError: something of `scores` is not supported."""
     T, S = q.shape[1], k.shape[1]
     if not causal:
         scores.refuse("models that are not causal", ["window"])

@@ -122,11 +122,7 @@ compiled: Any = cache(torch.compile)
 """`torch.compile` itself takes milliseconds, also of what is compiled."""
 
 
-@custom_op(
-    "fivefold::vocabulary_statistics",
-    mutates_args=(),
-    schema="(Tensor logits, Tensor targets, int first) -> Tensor",
-)
+@custom_op("fivefold::vocabulary_statistics", mutates_args=())
 def _statistics_on_gpu(logits: Tensor, targets: Tensor, first: int) -> Tensor:
     """`_statistics`, compiled: one pass over the logits. A trace sees one operator."""
     return compiled(_statistics)(logits, targets, first)
@@ -137,11 +133,7 @@ def _(logits: Tensor, targets: Tensor, first: int) -> Tensor:
     return logits.new_empty(LOSS_STATISTICS, len(logits), dtype=torch.float32)
 
 
-@custom_op(
-    "fivefold::vocabulary_gradient",
-    mutates_args=("logits",),
-    schema="(Tensor(a!) logits, Tensor targets, Tensor lse, int first, Tensor scale) -> ()",
-)
+@custom_op("fivefold::vocabulary_gradient", mutates_args=("logits",))
 def _gradient_on_gpu(logits: Tensor, targets: Tensor, lse: Tensor, first: int, scale: Tensor) -> None:
     """`_gradient`, compiled: one pass, too."""
     compiled(_gradient)(logits, targets, lse, first, scale)

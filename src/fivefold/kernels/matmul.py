@@ -236,25 +236,16 @@ class _LinearCrossEntropy(Function):
 
         loss, dx, dweight, dbias = mean_by_chunks(ctx, x, weight, targets, bias, gradients, chunk)
         ctx.save_for_backward(dx, dweight, dbias)
-        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
         factor = grads[0] if ctx.ahead is None else grads[0] / ctx.ahead
-        dx, dweight, dbias = ctx.saved_tensors
-        dx = None if dx is None else times(dx, factor, dx.dtype)
-        dweight = None if dweight is None else times(dweight, factor, ctx.dtypes[0])
-        return (
-            dx,
-            dweight,
-            None,
-            None if dbias is None else times(dbias, factor, ctx.dtypes[1]),
-            None,
-            None,
-            None,
-        )
+        found = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        dx, dweight, dbias = (None if g is None else times(g, factor, dtype) for g, dtype in found)
+        return dx, dweight, None, dbias, None, None, None
 
 
 def times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -372,12 +363,7 @@ def add_product(total: Tensor | None, dlogits: Tensor, x: Tensor, only: bool) ->
     return total
 
 
-@custom_op(
-    "fivefold::add_product",
-    mutates_args=("total",),
-    device_types="cuda",
-    schema="(Tensor(a!) total, Tensor dlogits, Tensor x) -> ()",
-)
+@custom_op("fivefold::add_product", mutates_args=("total",), device_types="cuda")
 def _add_product_on_gpu(total: Tensor, dlogits: Tensor, x: Tensor) -> None:
     """total (V, D) in fp32 += dlogits.T @ x, whose factors have 16 bits. PyTorch cannot trace it before 2.13."""
     torch.addmm(total, dlogits.t(), x, out_dtype=torch.float32, out=total)

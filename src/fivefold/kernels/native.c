@@ -21,19 +21,25 @@ typedef int64_t i64;
 #define STRIPE 512 /* columns that are rounded at once */
 #define ROW 2048   /* most columns of a row that stays in fp32 between two passes over it */
 
-static inline float load_fp32(const float *p) { return *p; }
-static inline void store_fp32(float *p, float v) { *p = v; }
+static inline uint32_t bits_of(float f) {
+  uint32_t u;
+  memcpy(&u, &f, 4);
+  return u;
+}
 
-static inline float load_bf16(const bf16 *p) {
-  uint32_t u = (uint32_t)*p << 16;
+static inline float float_of(uint32_t u) {
   float f;
   memcpy(&f, &u, 4);
   return f;
 }
 
+static inline float load_fp32(const float *p) { return *p; }
+static inline void store_fp32(float *p, float v) { *p = v; }
+
+static inline float load_bf16(const bf16 *p) { return float_of((uint32_t)*p << 16); }
+
 static inline void store_bf16(bf16 *p, float v) { /* round to nearest even; NaN stays NaN */
-  uint32_t u;
-  memcpy(&u, &v, 4);
+  uint32_t u = bits_of(v);
   uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
   uint32_t quiet_nan = (u >> 16) | 0x40u;
   *p = (bf16)(((u & 0x7fffffffu) > 0x7f800000u) ? quiet_nan : rounded);
@@ -42,24 +48,16 @@ static inline void store_bf16(bf16 *p, float v) { /* round to nearest even; NaN 
 /* By bits, as loops over instructions for half are not vectorised by all compilers. 2^112 moves the exponent to that of
  * a float, for subnormal numbers, too. */
 static inline float load_fp16(const fp16 *p) {
-  uint32_t h = *p, u = (h & 0x7fffu) << 13;
-  float f;
-  memcpy(&f, &u, 4);
-  f *= 5.192296858534828e33f;
-  memcpy(&u, &f, 4);
-  u |= (h & 0x8000u) << 16 | ((h & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u);
-  memcpy(&f, &u, 4);
-  return f;
+  uint32_t h = *p, size = bits_of(float_of((h & 0x7fffu) << 13) * 5.192296858534828e33f);
+  return float_of(size | (h & 0x8000u) << 16 | ((h & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u));
 }
 
 static inline void store_fp16(fp16 *p, float v) { /* round to nearest even; 65520 and more is inf, NaN stays NaN */
-  uint32_t u, low;
-  memcpy(&u, &v, 4);
+  uint32_t u = bits_of(v);
   uint32_t a = u & 0x7fffffffu, normal = (a - 0x38000000u + 0xfffu + ((a >> 13) & 1u)) >> 13;
   float shifted = fabsf(v) + 0.5f; /* whose last bit is 2^-24, as that of subnormal numbers below 2^-14 */
-  memcpy(&low, &shifted, 4);
   uint32_t beyond = a > 0x7f800000u ? 0x7e00u : 0x7c00u;
-  uint32_t size = a < 0x38800000u ? low - 0x3f000000u : (a < 0x47800000u ? normal : beyond);
+  uint32_t size = a < 0x38800000u ? bits_of(shifted) - 0x3f000000u : (a < 0x47800000u ? normal : beyond);
   *p = (fp16)(size | (u >> 16 & 0x8000u));
 }
 
@@ -75,12 +73,7 @@ static inline float bounded_exp(float x) {
   p = p * r + 0.499992311f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
-  uint32_t bits;
-  memcpy(&bits, &shifted, 4);
-  bits <<= 23;
-  float scale;
-  memcpy(&scale, &bits, 4);
-  return x < -87.3f ? 0.0f : p * scale;
+  return x < -87.3f ? 0.0f : p * float_of(bits_of(shifted) << 23);
 }
 
 /* The same for all x: exp(88.3) above. */
@@ -200,12 +193,10 @@ static inline void keys_of(i64 n, i64 Q, i64 K, i64 offset, i64 causal, const in
 #define ADAMW(EXTRA)                                                                                                  \
   _Pragma("omp parallel for simd schedule(static) reduction(max : most)") for (i64 i = 0; i < n; i++) {               \
     float d = g[i] * scale, w;                                                                                        \
-    uint32_t u;                                                                                                       \
     m[i] += own_a * (d - m[i]);                                                                                       \
     v[i] = v[i] * beta_b + own_b * d * d;                                                                             \
     p[i] = w = p[i] * keep - rate * m[i] / (sqrtf(v[i]) * correct + eps);                                             \
-    memcpy(&u, &w, 4);                                                                                                \
-    u &= 0x7fffffffu;                                                                                                 \
+    uint32_t u = bits_of(w) & 0x7fffffffu;                                                                            \
     most = u > most ? u : most;                                                                                       \
     EXTRA                                                                                                             \
   }
@@ -244,6 +235,9 @@ void round_stochastic_bf16(float *x, i64 rows, i64 width, i64 start, i64 stride,
 
 #else /* ------------------------------------------------------------------ the kernels, once a dtype */
 
+/* The bits of |p|. As whole numbers they are in the order of sizes, and NaN is the largest. */
+static inline uint32_t NAME(size_bits)(const T *p) { return bits_of(LOAD(p)) & 0x7fffffffu; }
+
 /* total[i] += grad[i], or total[i] = grad[i] when first. */
 void NAME(accumulate)(float *total, const T *grad, i64 n, i64 first) {
 #pragma omp parallel for simd schedule(static)
@@ -273,17 +267,12 @@ void NAME(quantize)(const T *x, i64 step, const i64 *starts, uint8_t *out, i64 o
     uint32_t most = 0; /* as bits, NaN is the largest */
 #pragma omp simd reduction(max : most)
     for (i64 i = 0; i < n; i++) {
-      float v = LOAD(from + i);
-      uint32_t u;
-      memcpy(&u, &v, 4);
-      u &= 0x7fffffffu;
+      uint32_t u = NAME(size_bits)(from + i);
       most = u > most ? u : most;
-      block[i] = v;
+      block[i] = LOAD(from + i);
     }
     for (i64 i = n; i < B; i++) block[i] = 0.0f;
-    float top, scale;
-    memcpy(&top, &most, 4);
-    scale = top * (bits == 8 ? 1.0f / 127.0f : 1.0f / 7.0f);
+    float scale = float_of(most) * (bits == 8 ? 1.0f / 127.0f : 1.0f / 7.0f);
     float by = scale > 1e-38f ? scale : 1e-38f;
     int8_t whole[BLOCK];
 #pragma omp simd
@@ -324,22 +313,10 @@ void NAME(dequantize)(T *y, i64 step, const i64 *starts, const uint8_t *in, i64 
 }
 
 static inline float NAME(round_to)(float v, float keep, float least) {
-  uint32_t u;
-  float size, distance;
-  memcpy(&u, &v, 4);
-  u &= 0x7f800000u;
-  memcpy(&size, &u, 4); /* the power of two below |v| */
-  distance = size * keep;
+  float distance = float_of(bits_of(v) & 0x7f800000u) * keep; /* from the power of two below |v| */
   distance = distance > least ? distance : least;
   float shift = distance * 12582912.0f; /* 1.5 * 2^23: a sum with it is a multiple of the distance */
   return (v + shift) - shift;
-}
-
-static inline uint32_t NAME(size_bits)(const T *p) {
-  float v = LOAD(p);
-  uint32_t u;
-  memcpy(&u, &v, 4);
-  return u & 0x7fffffffu;
 }
 
 /* out = x (rows, D), rounded to a narrow format (fp8.py). A tile of R rows and C columns is scaled by a power of two so
@@ -350,9 +327,7 @@ void NAME(round_tiles)(const T *x, T *out, i64 rows, i64 D, i64 R, i64 C, i64 fr
   i64 W = C >= STRIPE ? C : STRIPE / C * C; /* columns at once */
   i64 stripes = (D + W - 1) / W, bands = (rows + R - 1) / R;
   float keep = ldexpf(1.0f, -(int)fraction);
-  uint32_t full;
-  memcpy(&full, &largest, 4);
-  full &= 0x7fffffu; /* the fraction of the largest number */
+  uint32_t full = bits_of(largest) & 0x7fffffu; /* the fraction of the largest number */
 #pragma omp parallel for schedule(static)
   for (i64 k = 0; k < bands * stripes; k++) {
     i64 first = k / stripes * R, last = first + R < rows ? first + R : rows;
@@ -383,8 +358,7 @@ void NAME(round_tiles)(const T *x, T *out, i64 rows, i64 D, i64 R, i64 C, i64 fr
     for (i64 g = 0; g * C < n; g++) {
       i64 power = lowest - fraction - highest + (i64)(most[g] >> 23) - 127 + ((most[g] & 0x7fffffu) > full);
       uint32_t u = (uint32_t)((power > -120 ? power : -120) + 127) << 23;
-      if (most[g] >= 0x7f800000u) u = 0x7fc00000u; /* not finite */
-      memcpy(&least[g], &u, 4);
+      least[g] = float_of(most[g] >= 0x7f800000u ? 0x7fc00000u : u); /* NaN: one is not finite */
     }
     for (i64 r = first; r < last; r++) {
       const T *row = x + r * D + left;

@@ -32,7 +32,7 @@ from fivefold.kernels.elementwise import to_device
 from fivefold.kernels.private import storage_of
 from fivefold.precision import Mode
 from fivefold.precision.formats import FORMATS, Format
-from fivefold.schedules.compression.blocks import LARGEST
+from fivefold.schedules.compression import LARGEST
 
 E4M3 = FORMATS["fp8 e4m3"]
 LONGEST = 1024  # BLOCK in native.c
@@ -287,7 +287,7 @@ class Quantizer:
     """Encodes rows of several parameters. Each parameter begins a new block, so no two share a scale.
 
     sizes: elements of each parameter in a row. Missing elements of a last block are zeros, which travel, too. levels:
-    see `schedules.compression.blocks.Blocks`.
+    see `schedules.compression.Blocks`.
     """
 
     def __init__(

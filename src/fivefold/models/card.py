@@ -238,11 +238,8 @@ def card_of(model: ModelSection) -> Card:
 
 
 def resolve_model(model: ModelSection, *, vocab_size: int) -> ModelSection:
-    """The model section with every open field filled in.
-
-    Raises:
-        UserError: `model.vocab_size` is smaller than `vocab_size`.
-    """
+    """The model section with every open field filled in. Raises UserError: `model.vocab_size` is smaller than
+    `vocab_size`."""
     if model.vocab_size is not None and model.vocab_size < vocab_size:
         raise UserError(
             f"model.vocab_size = {model.vocab_size} is smaller than the tokenizer's {vocab_size} tokens; "

@@ -66,11 +66,8 @@ def experts(
 
 
 def _exchange_of(model: ModelSection) -> ModuleType:
-    """The map of a model's architecture.
-
-    Raises:
-        UserError: fields have other values than the format can express (its table EXPRESSED).
-    """
+    """The map of a model's architecture. Raises UserError: fields have other values than the format can express (its
+    table EXPRESSED)."""
     exchange = file_of(model.arch, "hf")
     lacks = [
         f"model.{field} = {json.dumps(getattr(model, field))}"
@@ -129,12 +126,9 @@ def from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tenso
 
 
 def made_from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Callable[[], Tensor]]:
-    """Functions that make our weights of theirs, by name, each at its call.
-
-    Raises:
-        UserError: weights are missing, unknown, of another shape or dtype than `model` says, or stored twice
-            with different values; all of it in one message.
-    """
+    """Functions that make our weights of theirs, by name, each at its call. Raises UserError: weights are missing,
+    unknown, of another shape or dtype than `model` says, or stored twice with different values; all of it in one
+    message."""
     exchange = file_of(model.arch, "hf")
     rename = getattr(exchange, "rename", str)
     given = {new: tensor for name, tensor in state.items() if (new := rename(name)) is not None}
@@ -177,11 +171,8 @@ def _ours(parts: list[Tensor], shape: Shape, transpose: bool) -> Tensor:
 
 
 def hf_config(model: ModelSection, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Content of config.json for a resolved `[model]` section, except for the ids of special tokens.
-
-    Raises:
-        UserError: the format cannot express the model.
-    """
+    """Content of config.json for a resolved `[model]` section, except for the ids of special tokens. Raises UserError:
+    the format cannot express the model."""
     exchange = _exchange_of(model)
     return {
         "architectures": [exchange.ARCHITECTURE],
@@ -194,11 +185,8 @@ def hf_config(model: ModelSection, dtype: torch.dtype = torch.float32) -> dict[s
 
 def from_hf_config(config: Mapping[str, Any], folder: Path | None = None) -> ModelSection:
     """Resolved `[model]` section from the content of config.json. folder: where the weights are; their names tell how
-    an unknown kind of model differs.
-
-    Raises:
-        UserError: keys are missing, or ask for something that our models do not compute; names every one.
-    """
+    an unknown kind of model differs. Raises UserError: keys are missing, or ask for something that our models do not
+    compute; names every one."""
     kind = config.get("model_type")
     kinds: dict[str, str] = {}
     for arch in ARCHITECTURES:

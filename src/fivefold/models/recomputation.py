@@ -117,11 +117,8 @@ UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**10 * GIB}
 
 
 def chosen(mode: str) -> tuple[str, ...]:
-    """The operations that the mode of a block names, in the table's order; none if it is one of `MODES`.
-
-    Raises:
-        UserError: the mode is neither.
-    """
+    """The operations that the mode of a block names, in the table's order; none if it is one of `MODES`. Raises
+    UserError: the mode is neither."""
     if mode in MODES:
         return ()
     names = mode.removeprefix(PREFIX).split("+")
@@ -142,11 +139,8 @@ def budget_of(recompute: str) -> int | None:
 
 
 def of_blocks(recompute: str, layers: int) -> tuple[str, ...]:
-    """The mode of each block. A budget that is not resolved yet has none.
-
-    Raises:
-        UserError: a mode is unknown, or the runs are not those of so many blocks.
-    """
+    """The mode of each block. A budget that is not resolved yet has none. Raises UserError: a mode is unknown, or the
+    runs are not those of so many blocks."""
     runs = [_RUN.fullmatch(run) for run in recompute.split("/")]
     if not all(runs):
         chosen(recompute)

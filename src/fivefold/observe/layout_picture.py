@@ -21,6 +21,7 @@ from fivefold.sharding.parts import (
     ends_of,
     held,
     joined,
+    narrow,
     sharing_group,
     size_of,
     stage_blocks,
@@ -263,8 +264,9 @@ def holding(recipe: Recipe, layout: Layout, rank: int, documents: Tiling | None 
     coordinates["dp_replicate"] += replica_group * layout.dp_replicate
     experts = model.experts
     ep = index_in(layout, "ep", rank)
-    tp = index_in(layout, "tp", rank), layout.tp
+    tp = index_in(layout, "tp", rank)
     tokens = columns(recipe, layout, documents)[index_in(layout, "cp", rank)]
+    piece = size_of((tokens,)) // layout.tp
     group, sharers = sharing_group(layout, expert=True)
     return Holding(
         rank=number,
@@ -273,28 +275,16 @@ def holding(recipe: Recipe, layout: Layout, rank: int, documents: Tiling | None 
         stages={stage: blocks[stage] for stage in stages},
         first=ends_of(layout, stages)[0],
         last=ends_of(layout, stages)[1],
-        tensor=tp,
+        tensor=(tp, layout.tp),
         shard=(index_in(layout, "shard", rank), layout.shards) if layout.zero else (0, 1),
         expert_shard=(index_in(layout, group, rank), sharers) if layout.zero else (0, 1),
         rows=(microbatches.start * B, microbatches.stop * B),
         tokens=tokens,
-        between=_piece(tokens, *tp) if layout.sp else tokens,
+        between=narrow((tokens,), 0, tp * piece, (tp + 1) * piece)[0] if layout.sp else tokens,
         experts=(experts * ep // layout.ep, experts * (ep + 1) // layout.ep) if experts else None,
         computes=sum(size_of(part.computes) for part in parts.values()),
         keeps=sum(size_of(part.keeps) for part in parts.values()),
     )
-
-
-def _piece(spans: tuple[Span, ...], index: int, parts: int) -> tuple[Span, ...]:
-    """Piece `index` of `parts` of these tokens in their order."""
-    size = sum(stop - start for start, stop in spans) // parts
-    first, last, piece, before = index * size, (index + 1) * size, [], 0
-    for start, stop in spans:
-        a, b = max(first, before), min(last, before + stop - start)
-        if a < b:
-            piece.append((start + a - before, start + b - before))
-        before += stop - start
-    return tuple(piece)
 
 
 def stage_words(holds: Holding) -> str:

@@ -39,11 +39,8 @@ HEADERS = {
 
 
 class Server(ThreadingHTTPServer):
-    """Serves the page of a run as it is now, and says what the run is doing. port: 0 takes a free one.
-
-    Raises:
-        UserError: the port is taken.
-    """
+    """Serves the page of a run as it is now, and says what the run is doing. port: 0 takes a free one. Raises
+    UserError: the port is taken."""
 
     daemon_threads = True
 

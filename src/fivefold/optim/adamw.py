@@ -1,8 +1,6 @@
 """AdamW (arXiv 1711.05101), whose weight decay is decoupled, and Adam (arXiv 1412.6980), which adds it to the gradient:
 fused kernels over the fp32 master weights."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from fivefold.optim.card import OptimizerCard, OptimizerState, fused

@@ -270,11 +270,7 @@ class Group(NamedTuple):
 
 @lru_cache
 def groups(text: str) -> tuple[Group, ...]:
-    """The groups of `*.attention.*: lr=0.5 decay=0, head*: lr=2`.
-
-    Raises:
-        UserError: the text is none.
-    """
+    """The groups of `*.attention.*: lr=0.5 decay=0, head*: lr=2`. Raises UserError: the text is none."""
     found = []
     for part in patterns(text):
         pattern, colon, rest = (word.strip() for word in part.partition(":"))

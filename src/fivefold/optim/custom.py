@@ -24,11 +24,8 @@ COUNT = "step"
 def card_from(given: object, name: str) -> OptimizerCard:
     """The card of what the user brings.
 
-    Steps on two small parameters say which states a torch optimizer keeps.
-
-    Raises:
-        UserError: it is neither a card nor builds a torch optimizer, or checkpoints have no place for its states.
-    """
+    Steps on two small parameters say which states a torch optimizer keeps. Raises UserError: it is neither a card nor
+    builds a torch optimizer, or checkpoints have no place for its states."""
     if isinstance(given, OptimizerCard):
         return given
     if isinstance(given, torch.optim.Optimizer) or not callable(given):

@@ -7,8 +7,6 @@ PyTorch's fused kernel over the fp32 master weights. With gradient g, weight dec
     w = w - lr * v                 (nesterov: w - lr * (g + m * v); plain: w - lr * g)
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from fivefold.optim.card import OptimizerCard, OptimizerState, fused

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from fivefold.optim.adamw import ADAMW
 from fivefold.optim.card import CODES, OptimizerCard, OptimizerState, Tensor, Update
-from fivefold.schedules.compression.blocks import dynamic
+from fivefold.schedules.compression import dynamic
 from fivefold.sharding.parts import Shape
 
 BLOCK = 256

@@ -200,11 +200,7 @@ cores: WeakValueDictionary[str, OverRanks] = WeakValueDictionary()
 """By their keys: an operator cannot take one. Those of all blocks compute the same."""
 
 
-@custom_op(
-    "fivefold::attend_over_ranks",
-    mutates_args=(),
-    schema="(Tensor q, Tensor kv, Tensor? documents, str core) -> (Tensor, Tensor)",
-)
+@custom_op("fivefold::attend_over_ranks", mutates_args=())
 def _attend(q: Tensor, kv: Tensor, documents: Tensor | None, core: str) -> tuple[Tensor, Tensor]:
     """`OverRanks.attend`. documents: their number."""
     return cores[core].attend(q, kv, numbered(documents))
@@ -216,12 +212,7 @@ def _(q: Tensor, kv: Tensor, documents: Tensor | None, core: str) -> tuple[Tenso
     return q.new_empty(B, t, H * d), q.new_empty(B, H, t, dtype=torch.float32)
 
 
-@custom_op(
-    "fivefold::attend_over_ranks_backward",
-    mutates_args=(),
-    schema="(Tensor q, Tensor kv, Tensor out, Tensor lse, Tensor dout, Tensor? documents, str core)"
-    " -> (Tensor, Tensor)",
-)
+@custom_op("fivefold::attend_over_ranks_backward", mutates_args=())
 def _attend_backward(
     q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dout: Tensor, documents: Tensor | None, core: str
 ) -> tuple[Tensor, Tensor]:

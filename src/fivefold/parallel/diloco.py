@@ -28,7 +28,7 @@ from fivefold.optim.updater import Updater
 from fivefold.parallel.data import views
 from fivefold.parallel.replica import Replica
 from fivefold.precision import torch_dtype
-from fivefold.schedules.compression.blocks import INT8
+from fivefold.schedules.compression import INT8
 from fivefold.sharding.sync import OWN_SHARE, ReplicaGroups, outer_messages
 
 ARRIVING = "arriving"

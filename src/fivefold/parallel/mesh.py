@@ -112,11 +112,7 @@ class Mesh:
 
     def scheduled(self, primitive: Primitive, name: str) -> Scheduled:
         """What sums, gathers or scatters over an axis, by the layout's algorithm. All ranks of the axis call it at the
-        same time.
-
-        Raises:
-            UserError: the algorithm is not for the ranks of the axis on these nodes.
-        """
+        same time. Raises UserError: the algorithm is not for the ranks of the axis on these nodes."""
         # axes with the same ranks share it: their messages are in one order
         shape = groups(self.layout)[name]
         if (primitive, shape) not in self._scheduled:

@@ -68,17 +68,13 @@ def _started(message: Started) -> Tensor:
     return torch.tensor(number)
 
 
-@custom_op("fivefold::start_sum", mutates_args=("x",), schema="(Tensor(a!) x, str axis) -> Tensor")
+@custom_op("fivefold::start_sum", mutates_args=("x",))
 def start_sum(x: Tensor, axis: str) -> Tensor:
     """Starts the sum of every rank's x, in place."""
     return _started(axes[axis].start_all_reduce(x))
 
 
-@custom_op(
-    "fivefold::await_sum",
-    mutates_args=("x",),
-    schema="(Tensor(a!) x, Tensor ticket, Tensor[] behind) -> ()",
-)
+@custom_op("fivefold::await_sum", mutates_args=("x",))
 def await_sum(x: Tensor, ticket: Tensor, behind: list[Tensor]) -> None:
     """Waits for the sum in x. A compiler may have made a copy of what `start_sum` sums."""
     total = _under_way.pop(int(ticket))()
@@ -86,21 +82,13 @@ def await_sum(x: Tensor, ticket: Tensor, behind: list[Tensor]) -> None:
         x.copy_(total)
 
 
-@custom_op(
-    "fivefold::start_message",
-    mutates_args=(),
-    schema="(Tensor x, Tensor[] after, str operation, str axis) -> Tensor",
-)
+@custom_op("fivefold::start_message", mutates_args=())
 def start_message(x: Tensor, after: list[Tensor], operation: str, axis: str) -> Tensor:
     """Starts another collective of x."""
     return _started(getattr(axes[axis], f"start_{operation}")(x))
 
 
-@custom_op(
-    "fivefold::await_message",
-    mutates_args=(),
-    schema="(Tensor ticket, Tensor[] behind, str operation, str axis) -> Tensor",
-)
+@custom_op("fivefold::await_message", mutates_args=())
 def await_message(ticket: Tensor, behind: list[Tensor], operation: str, axis: str) -> Tensor:
     """Waits for its result. behind: what it sends, and what is computed before."""
     return _under_way.pop(int(ticket))()

@@ -49,7 +49,7 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.replica import Replica
 from fivefold.precision.fp8 import TENSOR
 from fivefold.schedules.collectives.registry import LIBRARY
-from fivefold.schedules.compression.blocks import Blocks
+from fivefold.schedules.compression import Blocks
 from fivefold.sharding.parts import Part, local_shape, shard_dim
 from fivefold.sharding.units import FsdpUnit, ZeroPP, syncs, zeropp
 

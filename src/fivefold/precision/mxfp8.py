@@ -1,7 +1,5 @@
 """Training in MXFP8 (kernels/mxfp8.py; OCP Microscaling 1.0, arXiv 2310.10537). Every device emulates it. No torch."""
 
-from __future__ import annotations
-
 from fivefold.precision.card import Mode
 from fivefold.precision.formats import BLOCKS
 from fivefold.precision.fp8 import SKIPS

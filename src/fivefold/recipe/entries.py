@@ -85,11 +85,8 @@ def chosen(text: str) -> list[str]:
 
 
 def require(names: Sequence[str]) -> None:
-    """Checks before anything starts that the libraries of trackers are installed.
-
-    Raises:
-        UserError: one is missing. The message names the extra that brings it.
-    """
+    """Checks before anything starts that the libraries of trackers are installed. Raises UserError: one is missing. The
+    message names the extra that brings it."""
     for name in names:
         module, extra = TRACKERS[name]
         if module and find_spec(module) is None:
@@ -114,11 +111,8 @@ Steps = Annotated[str, BeforeValidator(as_text)]
 
 
 def steps(text: str) -> range:
-    """The steps that "10-12" or "10" names; "" names none.
-
-    Raises:
-        ValueError: it does not name steps, or names too many. The message says what is allowed.
-    """
+    """The steps that "10-12" or "10" names; "" names none. Raises ValueError: it does not name steps, or names too
+    many. The message says what is allowed."""
     if not text:
         return range(0)
     found = _STEPS.fullmatch(text)

@@ -28,11 +28,8 @@ def parameters(recipe: Recipe) -> int | None:
 
 
 def total_steps(recipe: Recipe) -> int:
-    """Optimizer steps of the run: `train.steps`, or `train.tokens` rounded up to whole steps.
-
-    Raises:
-        UserError: the recipe gives neither.
-    """
+    """Optimizer steps of the run: `train.steps`, or `train.tokens` rounded up to whole steps. Raises UserError: the
+    recipe gives neither."""
     if steps := run_steps(recipe):
         return steps
     raise UserError("recipe: set train.steps or train.tokens, the length of the run")
@@ -152,11 +149,8 @@ def nearest_layout(recipe: Recipe, ranks: int) -> Fit:
 
     What divides the model (pp, cp, tp, ep) stays as it is if that many ranks are left, and becomes smaller by the
     fewest doublings if not. As many data-parallel ranks as possible share the batch, in unequal shares if need be. A
-    mixture of experts keeps its microbatches, over which it computes its balance loss.
-
-    Raises:
-        UserError: there is none; or the number of ranks is part of what is trained.
-    """
+    mixture of experts keeps its microbatches, over which it computes its balance loss. Raises UserError: there is none;
+    or the number of ranks is part of what is trained."""
     asked = Layout.from_recipe(recipe.layout)
     if asked.ranks == ranks:
         return Fit(recipe, ranks, "")

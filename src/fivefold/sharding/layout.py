@@ -125,11 +125,8 @@ class Layout(Counts):
         return stages_per_rank(self.schedule, self.virtual_stages) if self.pp > 1 else 1
 
     def pipeline(self, microbatches: int) -> Schedule:
-        """The pipeline schedule of a step with so many microbatches: what is run, priced and drawn.
-
-        Raises:
-            UserError: names the field that the schedule does not allow.
-        """
+        """The pipeline schedule of a step with so many microbatches: what is run, priced and drawn. Raises UserError:
+        names the field that the schedule does not allow."""
         return _pipeline(self.schedule, self.pp, microbatches, self.virtual_stages, **self.tuned)
 
     @property
@@ -319,12 +316,8 @@ def buckets(sizes: Sequence[int], bucket_bytes: float = BUCKET_BYTES) -> list[ra
 def parse(text: str) -> dict[str, int | float | bool | str]:
     """Reads a layout such as `dp=2,tp=2,zero=1` into fields of `[layout]`; returns only the fields that are named.
 
-    `dp=N` means N replicas (`dp_replicate`) with `zero=0`, and N ranks that share states (`dp_shard`) with
-    `zero>=1`.
-
-    Raises:
-        UserError: listing every part that is not understood.
-    """
+    `dp=N` means N replicas (`dp_replicate`) with `zero=0`, and N ranks that share states (`dp_shard`) with `zero>=1`.
+    Raises UserError: listing every part that is not understood."""
     defaults = asdict(Layout())
     found: dict[str, int | float | bool | str] = {}
     problems = []

@@ -29,6 +29,7 @@ from fivefold.sharding.parts import (
     joined,
     kept_rows,
     local_shape,
+    offsets,
     parts,
     sharing_group,
     size_of,
@@ -232,17 +233,14 @@ def union(pieces: Sequence[Ranges]) -> Ranges:
 
 def placed(inner: Ranges, outer: Ranges) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
     """Where a part lies in a larger one: pairs of (slices of the part, slices of the larger one)."""
-    dims = []
-    for spans, around in zip(inner, outer, strict=True):
-        offset, dim = 0, []
-        for start, stop in spans:
-            base = 0
-            for first, last in around:
-                if first <= start and stop <= last:
-                    begin = base + start - first
-                    dim.append((slice(offset, offset + stop - start), slice(begin, begin + stop - start)))
-                base += last - first
-            offset += stop - start
-        dims.append(dim)
+    dims = (
+        [
+            (slice(at, at + stop - start), slice(base + start - first, base + stop - first))
+            for at, (start, stop) in offsets(spans)
+            for base, (first, last) in offsets(around)
+            if first <= start and stop <= last
+        ]
+        for spans, around in zip(inner, outer, strict=True)
+    )
     for combination in product(*dims):
         yield tuple(a for a, _ in combination), tuple(b for _, b in combination)

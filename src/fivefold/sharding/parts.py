@@ -262,13 +262,20 @@ def divide(ranges: Ranges, cut: Cut, index: int, ranks: int) -> Ranges:
 
 def narrow(ranges: Ranges, dim: int, start: int, stop: int) -> Ranges:
     """Elements start .. stop along a dim, in the holder's own numbering."""
-    spans, offset = [], 0
-    for first, last in ranges[dim]:
-        a, b = max(start - offset, 0), min(stop - offset, last - first)
+    spans = []
+    for at, (first, last) in offsets(ranges[dim]):
+        a, b = max(start - at, 0), min(stop - at, last - first)
         if a < b:
             spans.append((first + a, first + b))
-        offset += last - first
     return (*ranges[:dim], tuple(spans), *ranges[dim + 1 :])
+
+
+def offsets(spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
+    """Each span behind the place at which it begins in the holder's own numbering."""
+    at = 0
+    for start, stop in spans:
+        yield at, (start, stop)
+        at += stop - start
 
 
 def local_shape(ranges: Ranges) -> Shape:
@@ -282,14 +289,8 @@ def size_of(ranges: Ranges) -> int:
 
 def boxes(ranges: Ranges) -> Iterator[tuple[tuple[slice, ...], tuple[Span, ...]]]:
     """The rectangular pieces of a part: (where in the local tensor, which box of the whole)."""
-    placed = []
-    for spans in ranges:
-        offset, dim = 0, []
-        for start, stop in spans:
-            dim.append((slice(offset, offset + stop - start), (start, stop)))
-            offset += stop - start
-        placed.append(dim)
-    for combination in product(*placed):
+    dims = ([(slice(at, at + b - a), (a, b)) for at, (a, b) in offsets(spans)] for spans in ranges)
+    for combination in product(*dims):
         yield tuple(where for where, _ in combination), tuple(box for _, box in combination)
 
 

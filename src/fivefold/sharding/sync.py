@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import accumulate, chain, pairwise
 
 from fivefold.precision import DTYPES, MASTER
-from fivefold.schedules.compression.blocks import INT8
+from fivefold.schedules.compression import INT8
 from fivefold.schedules.priority import Order
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import TIED, Model, Span, joined, parts

@@ -23,8 +23,7 @@ from typing import Any, Literal
 
 from fivefold.errors import UserError, did_you_mean
 from fivefold.precision.fp8 import tile_of_rows
-from fivefold.schedules.compression import NONE
-from fivefold.schedules.compression.blocks import INT4, INT8, Blocks
+from fivefold.schedules.compression import INT4, INT8, NONE, Blocks
 from fivefold.sharding.layout import Layout, buckets, groups
 from fivefold.sharding.parts import (
     Model,

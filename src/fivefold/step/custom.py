@@ -57,11 +57,8 @@ class UserFunctions:
     schedule: Schedule | None = None
 
     def rate(self, step: int, steps: int) -> float:
-        """The learning rate of a step, by the user's schedule.
-
-        Raises:
-            UserError: it fails, or gives no learning rate.
-        """
+        """The learning rate of a step, by the user's schedule. Raises UserError: it fails, or gives no learning
+        rate."""
         assert self.schedule is not None
         rate = called("schedule", self.schedule, step, steps)
         if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
@@ -75,11 +72,8 @@ NOTHING = UserFunctions()
 
 
 def called(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function of the user's returns.
-
-    Raises:
-        UserError: it fails. It would fail again, so nobody starts the ranks again for it.
-    """
+    """What a function of the user's returns. Raises UserError: it fails. It would fail again, so nobody starts the
+    ranks again for it."""
     try:
         return function(*arguments)
     except (MemoryError, torch.OutOfMemoryError):
@@ -179,11 +173,8 @@ def _outputs(stages: Iterable[nn.Module]) -> Iterator[Output]:
 
 
 def custom_model(recipe: Recipe, module: nn.Module, card: ModuleCard | None = None) -> CustomModel:
-    """The module as data.
-
-    Raises:
-        UserError: it does not train with this recipe and layout. The message says what to change.
-    """
+    """The module as data. Raises UserError: it does not train with this recipe and layout. The message says what to
+    change."""
     model = CustomModel(module, card, recipe.model.freeze)
     if problem := next(_problems(recipe, model, card is not None), None):
         raise UserError(problem)
@@ -229,10 +220,7 @@ def _problems(recipe: Recipe, model: CustomModel, given: bool) -> Iterator[str]:
 def try_out(module: nn.Module, batches: Any, train: TrainSection) -> None:
     """Forward and backward of a copy on the first two microbatches, so that what is wrong with a module is said before
     anything is made of the run. Nothing is tried where it cannot be copied, or where memory is too short for that.
-
-    Raises:
-        UserError: it fails, or does not return a loss. The message has the user's own line.
-    """
+    Raises UserError: it fails, or does not return a loss. The message has the user's own line."""
     name, room, B = type(module).__name__, available(), train.microbatch_size or 1
     if room is not None and 3 * sum(p.nbytes for p in module.parameters()) > room:
         return

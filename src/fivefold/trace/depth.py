@@ -124,11 +124,7 @@ def exact(
     recipe: Recipe, rank: int = 0, kept: bool = True, device: torch.device = CPU, blocks: Blocks | None = None
 ) -> Exact:
     """Traces a step of a resolved recipe on a rank of its layout. kept: reads and writes the cache. device, blocks: as
-    in `step.trace`.
-
-    Raises:
-        UserError: the layout is not valid, or has no such rank.
-    """
+    in `step.trace`. Raises UserError: the layout is not valid, or has no such rank."""
     layout = check_rank(recipe, rank)
     began = time.perf_counter()
     entry = CachedFigures(recipe, rank, device.type) if kept else None
@@ -152,11 +148,8 @@ def timelines(
     recipe: Recipe, rank: int = 0, device: torch.device = CPU, blocks: Blocks | None = None
 ) -> list[tuple[str, MemoryTimeline]]:
     """Memory over the first step of a rank and over a later one, as traced: with all blocks; and with all microbatches,
-    or if that is too much work with so many that the pipeline fills. device, blocks: as in `step.trace`.
-
-    Raises:
-        UserError: the layout is not valid, or has no such rank.
-    """
+    or if that is too much work with so many that the pipeline fills. device, blocks: as in `step.trace`. Raises
+    UserError: the layout is not valid, or has no such rank."""
     check_rank(recipe, rank)
     count = whole = microbatches_per_step(recipe)
     layout, position = _place(recipe, rank)
@@ -170,11 +163,8 @@ def timelines(
 
 
 def check_rank(recipe: Recipe, rank: int) -> Layout:
-    """The recipe's layout.
-
-    Raises:
-        UserError: it is not valid, or has no such rank; or servers update the weights, whose messages no trace sees.
-    """
+    """The recipe's layout. Raises UserError: it is not valid, or has no such rank; or servers update the weights, whose
+    messages no trace sees."""
     layout = Layout.from_recipe(recipe.layout)
     if recipe.servers.count:
         raise UserError('steps with sync.method = "server" are not traced')

@@ -160,11 +160,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _to_meta(func: Any, args: Any, kwargs: dict[str, Any], owners: dict[int, Fake]) -> torch.device | None:
     """Sends the result to "meta". Returns the device that it claims to be on; None: neither arguments nor result are
-    fake.
-
-    Raises:
-        RuntimeError: the arguments are on several devices, or on another than the operation's.
-    """
+    fake. Raises RuntimeError: the arguments are on several devices, or on another than the operation's."""
     device = kwargs.get("device")
     if device is not None:
         if device.type == "meta" and not owners:

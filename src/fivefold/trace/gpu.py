@@ -81,11 +81,8 @@ def libraries() -> list[str]:
 
 
 def exact_on_gpu(recipe: Recipe, rank: int) -> Exact:
-    """`depth.exact` of the GPU's path, from the cache or from a process of its own.
-
-    Raises:
-        UserError: the layout is not valid, or has no such rank.
-    """
+    """`depth.exact` of the GPU's path, from the cache or from a process of its own. Raises UserError: the layout is not
+    valid, or has no such rank."""
     entry = CachedFigures(recipe, rank, "cuda")
     if kept := entry.read():
         return kept
@@ -95,11 +92,7 @@ def exact_on_gpu(recipe: Recipe, rank: int) -> Exact:
 
 
 def timelines_on_gpu(recipe: Recipe, rank: int) -> list[tuple[str, MemoryTimeline]]:
-    """`depth.timelines` of the GPU's path.
-
-    Raises:
-        UserError: the layout is not valid, or has no such rank.
-    """
+    """`depth.timelines` of the GPU's path. Raises UserError: the layout is not valid, or has no such rank."""
     drawn = _one_on_gpu(recipe, rank, True)["timelines"]
     return [(name, MemoryTimeline.from_json(timeline)) for name, timeline in drawn]
 
@@ -119,11 +112,8 @@ def on_gpu(
 ) -> list[dict[str, Any]]:
     """Traces (resolved recipe, rank) one after the other in one other process. Each result is that of `_answer`.
     over_time: memory over time instead of the exact figures. Blocks are compiled, as the trainer does, which takes
-    seconds for each kind of block; those of jobs `in_python`, whose results come behind the others, are not.
-
-    Raises:
-        UserError: GPUs cannot be traced here.
-    """
+    seconds for each kind of block; those of jobs `in_python`, whose results come behind the others, are not. Raises
+    UserError: GPUs cannot be traced here."""
     if reason := why_not():
         raise UserError(f"the step cannot be traced as a GPU computes it: {reason}")
     lines = [

@@ -84,11 +84,7 @@ def assert_same(folders: list[Path], mesh: Mesh) -> None:
     """Refuses to resume if ranks see different checkpoints: their names, and the manifest of the newest. All ranks
     call it.
 
-    folders: newest first.
-
-    Raises:
-        BusyError: they differ, because the disk is not shared, or hosts see it late.
-    """
+    folders: newest first. Raises BusyError: they differ, because the disk is not shared, or hosts see it late."""
     if mesh.size("run") == 1:
         return
     step = store.step_in(folders[0]) if folders else -1

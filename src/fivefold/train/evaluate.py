@@ -103,11 +103,8 @@ def evaluate(
     tell: is called with what has been done, many times a second.
 
     Returns plain data: what was evaluated (run, step, dtype, device, context, stride), a row for each of `texts` and
-    `tasks`. See docs/evaluation.md for the keys.
-
-    Raises:
-        UserError: nothing to evaluate, a file or line that cannot be used, or a model that scores no text.
-    """
+    `tasks`. See docs/evaluation.md for the keys. Raises UserError: nothing to evaluate, a file or line that cannot be
+    used, or a model that scores no text."""
     if not texts and not tasks:
         raise UserError("nothing to evaluate: name text files, task files, or both")
     guard(run)
@@ -203,10 +200,7 @@ class Scorer:
         encoded together, and the number of tokens of the context alone says where the continuation begins. Behind an
         empty context the continuation begins a document. Any other context begins with what the tokenizer's template
         puts before a text (Llama's BOS; nothing in runs of ours). Of texts that are too long the beginning is cut off.
-
-        Raises:
-            UserError: a continuation has no token of its own, or more than the model sees at once.
-        """
+        Raises UserError: a continuation has no token of its own, or more than the model sees at once."""
         front = context.rstrip()
         seen, begin = len(self.encode(front)), self.tokenizer.start_ids if front else []
         begin = np.array(begin if seen else [self.tokenizer.begin_id], np.int32)
@@ -370,10 +364,7 @@ def score(
 
     A batch has at most `batch_tokens` tokens, shared ones and padding included; a longer request is a batch of its own.
     Requests of about the same length share a batch. The same requests give the same batches, and so the same bits.
-
-    Raises:
-        UserError: the model's output is not finite.
-    """
+    Raises UserError: the model's output is not finite."""
     pool: list[Request] = []
     size = 0
     for request in requests:

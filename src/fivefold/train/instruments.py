@@ -122,11 +122,8 @@ class NoiseScale(Instrument):
     average, where q is the sum of w_k^2: as if a part had q B targets. Equal parts have q = 1 / their number.
 
     The estimates of |G|^2 and of tr(Sigma) over the batch are unbiased. They are averaged over steps in `state.noise`
-    before they are divided. A resumed run continues with its averages.
-
-    Raises:
-        UserError: a step has only one microbatch on one rank, so there is nothing to compare.
-    """
+    before they are divided. A resumed run continues with its averages. Raises UserError: a step has only one microbatch
+    on one rank, so there is nothing to compare."""
 
     def __init__(self, state: State, recipe: Recipe, memory: float = MEMORY):
         layout, train = recipe.layout, recipe.train

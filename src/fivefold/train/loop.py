@@ -35,12 +35,8 @@ def train_loop(
 
     hooks: what happens around the steps. It does not change what is trained. behind: number of steps that may run on
     while the figures of an earlier one are not read. None: 1, but 0 on CPUs, where reading does not wait. take: in
-    place of `take_step`, where other ranks compute.
-
-    Raises:
-        Fault: a number that is not finite, a spike, or a difference between ranks. What the recipe wants is to go back,
-            or to end.
-    """
+    place of `take_step`, where other ranks compute. Raises Fault: a number that is not finite, a spike, or a difference
+    between ranks. What the recipe wants is to go back, or to end."""
     train, first = recipe.train, True
     assert train.steps, "a resolved recipe has steps"
     progress.step, observe = state.step, recipe.observe

@@ -33,12 +33,8 @@ def resume(state: State, job: Job) -> list[str] | None:
     """Loads the newest valid checkpoint, but none after the one that the user chose. Returns what there is to say about
     others that were damaged; None if there is no checkpoint yet. All ranks call it.
 
-    A damaged one is set aside, and the one before it is loaded.
-
-    Raises:
-        UserError: the checkpoints cannot be read, all are damaged, or the run cannot resume from the newest valid one.
-            On all ranks.
-    """
+    A damaged one is set aside, and the one before it is loaded. Raises UserError: the checkpoints cannot be read, all
+    are damaged, or the run cannot resume from the newest valid one. On all ranks."""
     run, steps, folders = state.mesh.axis("run"), job.recipe.train.steps or 0, list[Path]()
     with all_or_none(run):
         if run.index == 0:

@@ -26,7 +26,7 @@ from fivefold.data.dataset import amounts, facts, stages_in_words
 from fivefold.data.tokenizer import load_tokenizer
 from fivefold.errors import UserError, several
 from fivefold.files import guard, make_folder, write_atomically
-from fivefold.host import gpus, machine, variables
+from fivefold.host import gpus, machine
 from fivefold.host.machine import describe, untried_torch
 from fivefold.kernels import native
 from fivefold.launch.ranks import Ranks
@@ -269,7 +269,7 @@ def _introduction(state: State, job: Job, ranks: Ranks, resumed: bool) -> Iterat
         yield f"WARNING: {untried}"
     yield from (*filter(None, [ranks.near]), *gpus.notes())
     if ranks.device.type == "cuda":
-        yield from (f"WARNING: {one['warning']}" for one in variables.settings(os.environ) if one["warning"])
+        yield from (f"WARNING: {one['warning']}" for one in gpus.variables(os.environ) if one["warning"])
     if ranks.device.type == "cpu" and native.why_not():
         yield f"fused CPU kernels are off, so training is slower: {native.why_not()}"
     if resumed:

@@ -13,7 +13,7 @@ import torch
 from torch.cuda import nccl
 
 from fivefold.bench.gpu.report import Row
-from fivefold.host import gpus, variables
+from fivefold.host import gpus
 from fivefold.host.devices import GIB, sheet_of
 from fivefold.host.machine import untried_torch
 
@@ -34,7 +34,7 @@ def doctor(count: int, name: str) -> Iterator[Row]:
     for note in gpus.notes():
         trouble = "docs/gpu.md says more, under `What check and the run say`" * note.startswith(gpus.WARNING)
         yield Row("GPUs", note.removeprefix(gpus.WARNING), advice=trouble)
-    for one in variables.settings(os.environ):
+    for one in gpus.variables(os.environ):
         yield Row(one["name"], one["value"], advice=f"{one['warning']}: unset it" * bool(one["warning"]))
     try:
         yield from _driver()

@@ -177,11 +177,8 @@ class Rows(Kind):
 
     @abstractmethod
     def rows(self, file: File, fields: Fields, done: int) -> Iterator[tuple[int, dict[str, Any] | str]]:
-        """Number and fields of each row, or why it cannot be read. Those before `done` need not be among them.
-
-        Raises:
-            OSError: the file cannot be read any further.
-        """
+        """Number and fields of each row, or why it cannot be read. Those before `done` need not be among them. Raises
+        OSError: the file cannot be read any further."""
 
     def read(self, number: int, file: File, start: int, fields: Fields, cut: int | None = None) -> Documents:
         behind = start  # it may have become unreadable before this place
@@ -237,11 +234,7 @@ class TokenKind(ABC):
 
     def pieces(self, path: Path, end: int | None) -> Iterator[np.ndarray]:
         """The ids of a file that is copied, as <u4; of other kinds none. end: the token behind each document that does
-        not end with it.
-
-        Raises:
-            UserError: they are not ids.
-        """
+        not end with it. Raises UserError: they are not ids."""
         return iter(())
 
 

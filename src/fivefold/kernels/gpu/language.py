@@ -35,11 +35,8 @@ def jit(kernel: Callable[..., Any]) -> Kernel:
 
 
 def runs(*tensors: Tensor | None) -> bool:
-    """True if kernels take these tensors: on a GPU, or in the interpreter.
-
-    Raises:
-        UserError: 16-bit floats of the kind that the interpreter multiplies wrongly.
-    """
+    """True if kernels take these tensors: on a GPU, or in the interpreter. Raises UserError: 16-bit floats of the kind
+    that the interpreter multiplies wrongly."""
     given = [t for t in tensors if t is not None]
     if triton is None or any(getattr(t, "fake", False) for t in given):
         return False

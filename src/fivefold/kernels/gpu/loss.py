@@ -101,11 +101,7 @@ def tile(dtype: torch.dtype) -> dict[str, Any]:
     return compiled | {"num_warps": WARPS, "num_stages": STAGES}
 
 
-@custom_op(
-    "fivefold::linear_statistics",
-    mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor targets, Tensor? bias, int first) -> Tensor",
-)
+@custom_op("fivefold::linear_statistics", mutates_args=())
 def statistics(x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, first: int) -> Tensor:
     """`cross_entropy.vocabulary_statistics` of x @ weight.T + bias, (3, N) fp32. x (N, D), weight (V, D), bias (V),
     targets (N) in the whole vocabulary."""
@@ -127,12 +123,7 @@ def _(x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, first: in
     return x.new_empty(LOSS_STATISTICS, len(x), dtype=torch.float32)
 
 
-@custom_op(
-    "fivefold::linear_gradient",
-    mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor targets, Tensor? bias, Tensor statistics, Tensor given, int first)"
-    " -> Tensor",
-)
+@custom_op("fivefold::linear_gradient", mutates_args=())
 def logit_gradient(
     x: Tensor,
     weight: Tensor,

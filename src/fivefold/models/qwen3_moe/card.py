@@ -1,7 +1,5 @@
 """Qwen3's mixture of experts as data: see qwen3/module.py for the paper. No torch."""
 
-from __future__ import annotations
-
 from fivefold.models.moe import card as moe
 from fivefold.models.qwen3 import card as qwen3
 

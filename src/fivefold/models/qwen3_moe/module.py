@@ -1,7 +1,5 @@
 """Qwen3 with a mixture of experts as feed-forward (arXiv 2505.09388); see models/mixture.py for the experts' papers."""
 
-from __future__ import annotations
-
 from fivefold.models.moe import module as moe
 from fivefold.models.qwen3 import module as qwen3
 

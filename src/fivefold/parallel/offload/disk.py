@@ -109,11 +109,8 @@ class Disk:
         self._streams: dict[bool, torch.cuda.Stream] = {}
 
     def file(self, size: int, what: str) -> File:
-        """A new file of `size` bytes. what: names it in messages.
-
-        Raises:
-            UserError: the folder cannot be written, or has not enough space.
-        """
+        """A new file of `size` bytes. what: names it in messages. Raises UserError: the folder cannot be written, or
+        has not enough space."""
         made = File(self, -(-size // PAGE) * PAGE, what)
         self.files.append(made)
         return made

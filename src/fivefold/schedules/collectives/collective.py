@@ -277,11 +277,8 @@ def prove(collective: Collective) -> list[State]:
     """Follows every chunk through the rounds. Returns what the ranks have before the first round and after each.
 
     In the end every rank has what it wants, with each contribution exactly once (in a barrier: at least once). Ranks
-    that end with the same chunk have added it in the same order, so they have the same bits.
-
-    Raises:
-        UserError: names the round and the move that is wrong, or the contribution that is missing.
-    """
+    that end with the same chunk have added it in the same order, so they have the same bits. Raises UserError: names
+    the round and the move that is wrong, or the contribution that is missing."""
     states: list[State] = [
         [
             {

@@ -129,10 +129,7 @@ def chosen(
     """The schedule that sums, gathers or scatters `size` bytes over a group of ranks; None: the library's own.
 
     name: one of its CHOICES. local: ranks of the group on each node. best: what "auto" goes by. rank: as in `build`.
-
-    Raises:
-        UserError: the algorithm is not for so many ranks.
-    """
+    Raises UserError: the algorithm is not for so many ranks."""
     if name == AUTO:
         name = fastest(best or {}, size)
     if ranks == 1 or name == LIBRARY:

@@ -252,11 +252,8 @@ def build(
     name: str, ranks: int, microbatches: int, virtual_stages: int = 1, **tuned: int | str | None
 ) -> Schedule:
     """Builds the schedule `name` for any number of ranks and microbatches. virtual_stages: stages per rank. If a
-    schedule allows only one number, 1 (a layout's default) stands for it. tuned: values of `TUNED`.
-
-    Raises:
-        UserError: names the layout's field, its value and the nearest valid one.
-    """
+    schedule allows only one number, 1 (a layout's default) stands for it. tuned: values of `TUNED`. Raises UserError:
+    names the layout's field, its value and the nearest valid one."""
     chunks = stages_per_rank(name, virtual_stages)
     for field, value in (("pp", ranks), ("microbatches", microbatches)):
         if value < 1:
@@ -315,11 +312,8 @@ def build_row(
 
 
 def stages_per_rank(name: str, virtual_stages: int) -> int:
-    """The number of stages per rank under schedule `name`, given the layout's `virtual_stages`.
-
-    Raises:
-        UserError: there is no such schedule, or it does not allow that number.
-    """
+    """The number of stages per rank under schedule `name`, given the layout's `virtual_stages`. Raises UserError: there
+    is no such schedule, or it does not allow that number."""
     if name not in SCHEDULES:
         near = did_you_mean(name, SCHEDULES)
         raise UserError(f"layout.schedule: '{name}' is unknown{near} (valid: {', '.join(SCHEDULES)})")

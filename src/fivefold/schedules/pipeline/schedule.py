@@ -271,11 +271,8 @@ def owed_together(row: Sequence[Action], size: Sequence[float]) -> float:
 
 def check(schedule: Schedule) -> list[float]:
     """Proves that a schedule can run, and that it trains on every microbatch once. Returns each rank's largest number
-    of live activations, in microbatches times stages.
-
-    Raises:
-        UserError: names the action that is duplicated, missing, on the wrong rank, or waits forever.
-    """
+    of live activations, in microbatches times stages. Raises UserError: names the action that is duplicated, missing,
+    on the wrong rank, or waits forever."""
     if problem := next(_problems(schedule), None):
         raise UserError(f"schedule '{schedule.name}': {problem}")
     return peak_live(schedule)

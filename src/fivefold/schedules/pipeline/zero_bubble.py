@@ -74,11 +74,8 @@ Seconds = tuple[float, float, float, float]
 
 
 def costs_of(text: str) -> Seconds:
-    """Reads `F:I:W:transfer`, such as `1:1.2:0.7:0.05`; empty: `1:1:1:0`.
-
-    Raises:
-        UserError: these are not four numbers, or a computation takes no time.
-    """
+    """Reads `F:I:W:transfer`, such as `1:1.2:0.7:0.05`; empty: `1:1:1:0`. Raises UserError: these are not four numbers,
+    or a computation takes no time."""
     if not text:
         return 1.0, 1.0, 1.0, 0.0
     try:
