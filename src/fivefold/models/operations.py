@@ -7,13 +7,15 @@ parallelism), D model, H heads, K key-value heads, d head, F feed-forward, V voc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self, TypeVar
 
 from fivefold.kernels import sizes
 from fivefold.models.section import ModelSection
 from fivefold.sharding.units import AGAIN, SUM, WHOLE, Collective, What
 
+T = TypeVar("T")
 Role = Literal["input", "stream", "norm", "product", "copied", "core", "inner", "gate", "attended", "fed"]
 Part = Literal["", "norm", "core", "inner", "out", "gate", "down", "never"]
 Rate = Literal["copy", "embedding", "norm", "gate", "gelu", "loss"]
@@ -336,10 +338,22 @@ def travel(
     return [wait] * bool(there), replace(combine, sent_forward=home, sent_backward=gradients)
 
 
+class ByKind(dict[Kind, T]):
+    """Something of each kind of block, made when it is first asked for."""
+
+    def __init__(self, make: Callable[[Kind], T]):
+        super().__init__()
+        self.make = make
+
+    def __missing__(self, kind: Kind) -> T:
+        made = self[kind] = self.make(kind)
+        return made
+
+
 @dataclass(frozen=True)
 class Work:
     """All operations for a microbatch: of each kind of block, before the blocks, after them."""
 
-    block: dict[Kind, list[Operation]]
+    block: ByKind[list[Operation]]
     begin: list[Operation]
     end: list[Operation]

@@ -1,225 +1,74 @@
 """Lower bounds of a layout's time and memory, found in microseconds. With them a search leaves out layouts that cannot
-win without pricing them. No bound may exceed the prediction of `predict.price`. Parts that many layouts share are
-computed once: costs and bytes of their operations, positions of their pipelines, elements on a rank."""
+win without pricing them. No bound may exceed the prediction of `predict.price`."""
 
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
-from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
 from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.memory import memory, model_states
-from fivefold.plan.memory.memory import MicrobatchBytes, Sums
-from fivefold.plan.memory.model_states import Buffers, Elements
+from fivefold.plan.memory.memory import MicrobatchBytes
+from fivefold.plan.memory.model_states import Buffers
+from fivefold.plan.search.shared import Costs, Key, Position, Share, SharedCosts, within_block
 from fivefold.plan.search.space import Choice, Space
-from fivefold.plan.setting import Setting, Software, setting, stages
+from fivefold.plan.setting import Setting, Software
 from fivefold.plan.time import stage_costs, time
-from fivefold.plan.time.cost import Cost, slowest
-from fivefold.plan.time.stage_costs import Parts
+from fivefold.plan.time.cost import Cost
+from fivefold.plan.time.stage_costs import Sent
 from fivefold.schedules.pipeline import SCHEDULES, ends_upwards, most_live
 from fivefold.schedules.timelines import exposed_in_pieces
-from fivefold.sharding.layout import Layout, changed
+from fivefold.sharding.layout import changed
 from fivefold.sharding.parts import ends_of, stages_of
 
 ROUNDING = 1 - 1e-9
 NONE = Buffers()
-Key = tuple[object, ...]
+NOTHING = Sent(), Sent(), Sent()
 Live = tuple[tuple[int, ...], tuple[int, ...]]
 """Microbatches in each stage of a position when it holds most: those that wait for backward; for weight gradients."""
+Each = tuple[Sent, Sent, Sent]
+"""Messages of data parallelism in every microbatch: of a block without and with experts, and, without a pipeline, of
+what is outside of blocks."""
 
 
 class RankSeconds(NamedTuple):
     """Seconds of a rank: gradient sums and weight gathers, both without overlap, the optimizer, and what overlap does
-    not hide of sums, gathers, and the messages of each microbatch (`stage_costs.contended`)."""
+    not hide of sums and of gathers. each: the messages of every microbatch."""
 
     reduced: float
     gathered: float
     updated: float
     sums: float
     gathers: float
-    each: float
+    each: Each
+
+    def beats(self, other: RankSeconds) -> bool:
+        """True if no seconds are more than the other's: exposed seconds grow with those of messages."""
+        return all(map(operator.le, chain(self[:5], *self.each), chain(other[:5], *other.each)))
 
 
-class Share(NamedTuple):
-    """A part of the model: blocks without and with experts, what comes before the blocks and what comes behind."""
-
-    plain: float
-    mixed: float
-    first: float
-    last: float
-
-
-class Costs(NamedTuple):
-    """Costs of what a `Share` counts."""
-
-    plain: Cost
-    mixed: Cost
-    begin: Cost
-    end: Cost
-
-    def of(self, part: Share) -> tuple[float, float]:
-        """Seconds of a part's forward and backward."""
-        (plain, mixed, begin, end), (blocks, with_experts, first, last) = self, part
-        forward = blocks * plain.forward + with_experts * mixed.forward
-        forward = forward + first * begin.forward + last * end.forward
-        backward = blocks * (plain.input + plain.weight) + with_experts * (mixed.input + mixed.weight)
-        backward += first * (begin.input + begin.weight) + last * (end.input + end.weight)
-        return forward, backward
-
-    def hidden(self, part: Share) -> float:
-        """The most seconds of a part's microbatch that pairs hide, of waits for experts' rows. The parts of a whole
-        hide no more together than the whole does."""
-        (forward, backward), mixed = self.of(part), self.mixed
-        there, back = part.mixed * mixed.rows_forward, part.mixed * mixed.rows_backward
-        return min(there, backward - back) + min(back, forward - there)
-
-
-@dataclass(frozen=True)
-class Position:
-    """The ranks of a pipeline position. part: of the model. before: that of the stages before its own. stages: blocks
-    (without, with experts) of each of its own."""
-
-    part: Share
-    before: Share
-    stages: tuple[tuple[int, int], ...]
-    number: int = 0
-
-
-class MicrobatchCost(NamedTuple):
-    """Costs of one microbatch on the slowest device, and its bytes. alone: of a block without and with experts on an
-    average device. slower: the slowest device beside the average."""
-
-    costs: Costs
-    alone: tuple[Cost, Cost]
-    slower: float
-    bytes: MicrobatchBytes
-
-
-def within_block(x: Layout) -> Key:
-    """The fields of a layout on which the operations of a block depend."""
-    return x.tp, x.cp, x.cp_method, x.ep, x.expert_chunks, x.expert_buffer, x.sp, x.sp_regather, x.tp_chunks
-
-
-class SharedCosts:
-    """The shared parts of all layouts of a model on a cluster."""
-
-    def __init__(self, model: ModelSection, cluster: Cluster, software: Software):
-        self.model, self.cluster, self.software = model, cluster, software
-        self.mixed = card_of(model).mixed
-        self._parts: dict[Key, tuple[Parts, Sums]] = {}
-        self._microbatches: dict[Key, MicrobatchCost] = {}
-        self._elements: dict[Key, Elements] = {}
-        self._positions: dict[Key, tuple[Position, ...]] = {}
-        self._groups: dict[Key, tuple[Position, ...]] = {}
-        self._hops: dict[Key, tuple[list[float], list[float]]] = {}
-
-    def setting(self, c: Choice) -> Setting:
-        return setting(self.model, c.layout, self.cluster, c.B, c.count, c.mode, self.software, c.sequences)
-
-    def parts(self, c: Choice) -> tuple[Parts, Sums]:
-        """Seconds and bytes of a layout's operations."""
-        s = self.setting(c)
-        key = (*within_block(c.layout), c.B, c.mode, s.rounded_once)
-        if key not in self._parts:
-            self._parts[key] = stage_costs.parts(s), memory.sums(s)
-        return self._parts[key]
-
-    def microbatch(self, c: Choice) -> MicrobatchCost:
-        """Costs as in `stage_costs.stage_costs`, without what ZeRO adds: communication, and weights that every
-        matmul rounds."""
-        x = c.layout
-        key = (*within_block(x), x.recompute, x.splits_backward, c.B, c.mode, c.count == 1)
-        if key not in self._microbatches:
-            flat = replace(x, dp_replicate=x.dp, dp_shard=1, zero=0) if x.zero else x
-            one = replace(c, layout=flat)
-            (parts, sums), s = self.parts(one), self.setting(one)
-            elements = model_states.elements(self.model, flat)
-            costs = {False: Cost(), True: Cost()}
-            for kind in set(self.mixed):
-                costs[kind] = stage_costs.computed(s, kind, parts, x.recompute)
-                costs[kind] += self._summed(s, elements.blocks[self.mixed.index(kind)].computes)
-            last = parts.end + self._summed(s, elements.behind.computes + elements.tied.computes)
-            alone, slower = (costs[False], costs[True]), slowest(x.ranks, s.cluster.device.spread)
-            slowed = Costs(*(cost.slowed(slower) for cost in (*alone, parts.begin, last)))
-            size = memory.microbatch(s, sums, x.recompute)
-            self._microbatches[key] = MicrobatchCost(slowed, alone, slower, size)
-        return self._microbatches[key]
-
-    def _summed(self, s: Setting, elements: float) -> Cost:
-        """The cost of adding up gradients; none on this machine, where it depends on who shares them."""
-        return Cost() if s.cluster.machine else stage_costs.accumulate(elements, s)
-
-    def elements(self, layout: Layout, part: Share) -> Elements:
-        """Elements of a part of the model."""
-        key = (layout.tp, layout.ep, layout.sp, layout.shards, layout.zero > 0, part)
-        if key not in self._elements:
-            blocks, before, behind, tied = model_states.elements(self.model, layout)
-            parts = [(part.first, before), (part.last, behind), (part.last * (not part.first), tied)]
-            for kind, number in ((False, part.plain), (True, part.mixed)):
-                if number:  # with as much frozen as any block of the kind has, so that a bound stays one
-                    alike = [block for mixed, block in zip(self.mixed, blocks, strict=True) if mixed == kind]
-                    a, b, c, d = map(max, zip(*(block.frozen for block in alike), strict=True))
-                    parts.append((number, alike[0]._replace(frozen=(a, b, c, d))))
-            counted = (elements.times(number) for number, elements in parts if number)
-            self._elements[key] = sum(counted, Elements())
-        return self._elements[key]
-
-    def positions(self, layout: Layout) -> tuple[Position, ...]:
-        """The positions of a pipeline."""
-        key = (layout.pp, layout.schedule, layout.virtual_stages, layout.bare_ends)
-        if key not in self._positions:
-            by_stage, positions = stages(self.model, layout, self.software.partition), []
-            kinds = [(len(numbers), sum(self.mixed[number] for number in numbers)) for numbers in by_stage]
-            blocks = [(count - mixed, mixed) for count, mixed in kinds]  # without and with experts
-            for index in range(layout.pp):
-                held = stages_of(layout, index)
-                own = tuple(blocks[stage] for stage in held)
-                first, last = ends_of(layout, held)
-                ahead = blocks[: min(stage % (len(blocks) // layout.copies) for stage in held)]
-                (plain, mixed), (others, with_experts) = (
-                    map(sum, zip((0, 0), *some, strict=True)) for some in (own, ahead)
-                )
-                part = Share(plain, mixed, first, last)
-                before = Share(others, with_experts, not first, False)
-                positions.append(Position(part, before, own, index))
-            self._positions[key] = tuple(positions)
-        return self._positions[key]
-
-    def groups(self, layout: Layout) -> tuple[Position, ...]:
-        """One pipeline rank of each kind; the last of them, which starts latest."""
-        key = (layout.pp, layout.schedule, layout.virtual_stages, layout.bare_ends)
-        if key not in self._groups:
-            last = {at.part: at for at in self.positions(layout)}
-            self._groups[key] = tuple(last.values())
-        return self._groups[key]
-
-    def hops(self, c: Choice) -> tuple[list[float], list[float]]:
-        """Seconds that an activation takes to each position, and a gradient on the way back."""
-        x = c.layout
-        key = (x.pp, x.tp, x.cp, x.sp, c.B, c.mode)
-        if key not in self._hops:
-            taken = stage_costs.transfers(self.setting(c)) if x.pp > 1 else {}
-            there = accumulate((taken[a, a + 1] for a in range(x.pp - 1)), initial=0.0)
-            back = accumulate((taken[a + 1, a] for a in range(x.pp - 1)), initial=0.0)
-            self._hops[key] = list(there), list(back)
-        return self._hops[key]
+MANY = 2**36
+"""Sequences of a microbatch so large that a sequence takes less in no other: operations take a fixed time and one that
+grows with their size, and matmuls whole tiles. (Those that are measured need not.)"""
+TILES = 1 - 1e-4  # the last ones of those matmuls
 
 
 class Bounds:
-    """Lower bounds of the seconds and bytes of layouts of a model on a cluster. `shape`, `average`, `schedule` and
-    `sharing` bound the seconds: each is tighter than the one before, and slower to compute."""
+    """Lower bounds of the seconds and bytes of layouts of a model on a cluster. `start`, `shape`, `average`, `schedule`
+    and `sharing` bound the seconds: each is tighter than the one before, and slower to compute."""
 
     def __init__(self, model: ModelSection, cluster: Cluster, software: Software):
         self.shared = SharedCosts(model, cluster, software)
         self.bytes = LeastBytes(self.shared)
         self.model, self.cluster, self.software = model, cluster, software
-        self.bare = replace(software, overlap_data=False)
         self._starts: dict[Space, list[tuple[float, float, Choice]]] = {}
+        self._many: dict[Key, tuple[tuple[float, float, float], MicrobatchBytes]] = {}
         self._sums: dict[Key, RankSeconds] = {}
+        self._messages: dict[Key, Each] = {}
         self._all: dict[Key, tuple[RankSeconds, ...]] = {}
         self._ways: dict[Key, tuple[float, float, bool, bool]] = {}
 
@@ -227,20 +76,47 @@ class Bounds:
         return self.shared.setting(c)
 
     def starts(self, space: Space) -> list[tuple[float, float, Choice]]:
-        """Bounds of seconds and bytes for each shape with its microbatch, recomputation and dtype."""
+        """`start` of each shape with its microbatch, recomputation and dtype."""
         if space not in self._starts:
-            self._starts[space] = [
-                (self.shape(c, space), self.bytes.shape(c, space), c) for c in space.starts()
-            ]
+            self._starts[space] = [(*self.start(c, space), c) for c in space.starts()]
         return self._starts[space]
+
+    def start(self, c: Choice, space: Space) -> tuple[float, float]:
+        """`shape` and `bytes.shape`, or less: by what a sequence takes in a microbatch of `MANY`, found once for all
+        sizes."""
+        if self.cluster.machine or self.software.documents:
+            return self.shape(c, space), self.bytes.shape(c, space)
+        x = c.layout
+        key = (*within_block(x), x.recompute, x.pp, c.mode, c.count == 1)
+        if key not in self._many:
+            many = changed(c, B=MANY)
+            self._many[key] = self._microbatch(many, space), self.shared.bytes(many)
+        seconds, size = self._many[key]
+        part = c.B / MANY
+        each, ahead, most = (part * one for one in seconds)
+        least = MicrobatchBytes._make(part * one for one in size)
+        return self._shape(c, each, ahead, most) * TILES, self.bytes.shape(c, space, least)
 
     def shape(self, c: Choice, space: Space) -> float:
         """Seconds under any schedule and any sharing of states: all work divided evenly, or in whole blocks."""
-        costs, (_, most, _, paired) = self.shared.microbatch(c).costs, self._least(c, space)
-        rows = costs.mixed.rows_forward + costs.mixed.rows_backward if paired else 0.0
-        blocks = {False: costs.plain.seconds, True: costs.mixed.seconds - rows}
-        whole = c.count * most * min(blocks[kind] for kind in set(self.shared.mixed))
-        return (max(self._even(c, space), whole) + self._fixed(c)) * ROUNDING
+        return self._shape(c, *self._microbatch(c, space))
+
+    def _shape(self, c: Choice, each: float, ahead: float, most: float) -> float:
+        return (max(c.count * each + ahead, c.count * most) + self._fixed(c)) * ROUNDING
+
+    def _microbatch(self, c: Choice, space: Space) -> tuple[float, float, float]:
+        """Seconds of a microbatch on an average pipeline rank, until this starts, and on the rank with most blocks."""
+        costs, p, layers = self.shared.microbatch(c).costs, c.layout.pp, self.model.layers
+        mixed, (ahead, most, _, paired) = self.shared.mixed.count(True), self._least(c, space)
+        whole, rows = Share(layers - mixed, mixed, 1, 1), costs.mixed.rows_forward + costs.mixed.rows_backward
+        kinds = [(costs.plain, costs.plain.seconds), (costs.mixed, costs.mixed.seconds - rows * paired)]
+        kinds = [kinds[kind] for kind in set(self.shared.mixed)]
+        work = sum(costs.of(whole)) - costs.hidden(whole) * paired
+        return (
+            work / p,
+            ahead * min(cost.forward for cost, _ in kinds),
+            most * min(seconds for _, seconds in kinds),
+        )
 
     def _least(self, c: Choice, space: Space) -> tuple[float, float, bool, bool]:
         """Of all schedules of a shape: the fewest blocks before an average pipeline rank; the fewest of the rank with
@@ -260,15 +136,6 @@ class Bounds:
             self._ways[key] = ahead, most, everywhere, any(SCHEDULES[x.schedule].paired for x in layouts)
         return self._ways[key]
 
-    def _even(self, c: Choice, space: Space) -> float:
-        """Seconds until an average pipeline rank is done: its part of the work, and the wait until it starts."""
-        costs, p, layers = self.shared.microbatch(c).costs, c.layout.pp, self.model.layers
-        mixed, (ahead, _, _, paired) = self.shared.mixed.count(True), self._least(c, space)
-        whole = Share(layers - mixed, mixed, 1, 1)
-        kinds = [cost for cost, number in ((costs.plain, layers - mixed), (costs.mixed, mixed)) if number]
-        work = sum(costs.of(whole)) - costs.hidden(whole) * paired
-        return c.count * work / p + ahead * min(cost.forward for cost in kinds)
-
     def average(self, c: Choice, space: Space) -> float:
         """`shape` plus the exposed gradient and weight traffic of an average pipeline rank. Traffic is linear in a
         rank's blocks and `exposed_in_pieces` is convex, so this is a lower bound (Jensen). It needs parameters on each
@@ -278,16 +145,18 @@ class Bounds:
             return self.shape(c, space)
         mixed = self.shared.mixed.count(True) / p
         part = Share(self.model.layers / p - mixed, mixed, 1 / p, 1 / p)
-        sent = self._least_sent(c, space, part, *self.shared.microbatch(c).costs.of(part))
-        seconds = self._even(c, space) + sent + self._fixed(c)
-        return max(seconds * ROUNDING, self.shape(c, space))
+        each, ahead, _ = self._microbatch(c, space)
+        seconds = self.shared.microbatch(c).costs.of(part)
+        sent = self._least_sent(c, space, part, *seconds, self._least(c, space)[3])
+        return (c.count * each + ahead + sent + self._fixed(c)) * ROUNDING
 
     def schedule(self, c: Choice, space: Space) -> float:
         """Seconds of a schedule under any sharing of states: the forward of the stages before a rank, its own work,
         and then their backward, or its traffic of weights and gradients."""
         ends, turned = self._ends(c, self.shared.microbatch(c).costs)
         end, at, forward, backward = max(ends, key=lambda end: end[0])
-        sent = self._least_sent(c, space, at.part, forward, backward)
+        paired = SCHEDULES[c.layout.schedule].paired
+        sent = self._least_sent(c, space, at.part, forward, backward, paired)
         return (max(end + sent, turned) + self._fixed(c)) * ROUNDING
 
     def sharing(self, c: Choice) -> float:
@@ -295,12 +164,11 @@ class Bounds:
         micro = self.shared.microbatch(c)
         costs = micro.costs
         if c.layout.zero >= 2:  # with the communication of ZeRO in every microbatch
-            s, blocks = self.setting(c), [Cost(), Cost()]
-            elements = model_states.elements(self.model, c.layout).blocks
-            for kind in set(self.shared.mixed):
-                block, cost = elements[self.shared.mixed.index(kind)], micro.alone[kind]
-                blocks[kind] = (cost + stage_costs.per_microbatch(block, cost, s)).slowed(micro.slower)
-            costs = costs._replace(plain=blocks[False], mixed=blocks[True])
+            *blocks, outside = self._waits(c, self._each(c))
+            plain, mixed = (
+                (cost + wait).slowed(micro.slower) for cost, wait in zip(micro.alone, blocks, strict=True)
+            )
+            costs = costs._replace(plain=plain, mixed=mixed, begin=costs.begin + outside)
         ends, turned = self._ends(c, costs)
         longest = turned
         for end, at, forward, backward in ends:
@@ -330,10 +198,11 @@ class Bounds:
                 turned = max(turned, end + behind + back[at.number])
         return ends, turned
 
-    def _least_sent(self, c: Choice, space: Space, part: Share, forward: float, backward: float) -> float:
-        """Seconds that sums, gathers and the optimizer add under any sharing of states. Of the waits of ZeRO 2 and 3
-        within microbatches only what nothing hides is counted, and none in one of them, since waits hide no more of the
-        sums than they take."""
+    def _least_sent(
+        self, c: Choice, space: Space, part: Share, forward: float, backward: float, paired: bool
+    ) -> float:
+        """Seconds that sums, gathers, the waits of ZeRO 2 and 3 within microbatches, and the optimizer add under any
+        sharing of states. Pairs may hide more where there are such waits, which are then left out."""
         x = c.layout
         key = (x.tp, x.sp, x.cp, x.pp, x.ep, x.dp, part, c.mode)
         if key not in self._all:
@@ -342,12 +211,42 @@ class Bounds:
             sums = {self._sent(changed(c, layout=layout), part) for layout in layouts}
             # those that no other one undercuts: exposed seconds grow with the seconds of messages
             self._all[key] = tuple(
-                some
-                for some in sums
-                if not any(other != some and all(map(operator.le, other, some)) for other in sums)
+                some for some in sums if not any(other != some and other.beats(some) for other in sums)
             )
-        others = max(0, c.count // x.copies - 1)
-        return min(self._unhidden(c, sums, forward, backward) + others * sums.each for sums in self._all[key])
+
+        def added(sums: RankSeconds) -> float:
+            plain, mixed, outside = self._waits(c, sums.each)
+            there = part.plain * plain.forward + part.mixed * mixed.forward + outside.forward
+            back = part.plain * plain.input + part.mixed * mixed.input + outside.input
+            return c.count // x.copies * (there + back) + self._unhidden(
+                c, sums, forward + there, backward + back
+            )
+
+        if paired:
+            return min(self._unhidden(c, sums, forward, backward) for sums in self._all[key])
+        return min(map(added, self._all[key]))
+
+    def _waits(self, c: Choice, each: Each) -> Iterator[Cost]:
+        """What these messages add to each of these parts of the model."""
+        alone = self.shared.microbatch(c).alone
+        return (
+            stage_costs.waits(sent, cost, self.software)
+            for sent, cost in zip(each, (*alone, Cost()), strict=True)
+        )
+
+    def _each(self, c: Choice) -> Each:
+        x, found = c.layout, [Sent(), Sent(), Sent()]
+        if x.zero < 2:
+            return NOTHING
+        key = (x.tp, x.sp, x.cp, x.pp, x.ep, x.zero, x.dp_replicate, x.dp_shard, c.mode)
+        if key not in self._messages:
+            s, elements = self.setting(c), model_states.elements(self.model, x)
+            for kind in set(self.shared.mixed):
+                _, found[kind], _ = stage_costs.sent(elements.blocks[self.shared.mixed.index(kind)], s)
+            if x.pp == 1:
+                _, found[2], _ = stage_costs.sent(elements.outside(True, True), s)
+            self._messages[key] = found[0], found[1], found[2]
+        return self._messages[key]
 
     def _unhidden(self, c: Choice, sums: RankSeconds, forward: float, backward: float) -> float:
         reduced, gathered = sums.reduced, sums.gathered
@@ -363,11 +262,15 @@ class Bounds:
         key = (x.tp, x.sp, x.cp, x.pp, x.ep, x.zero, x.dp_replicate, x.dp_shard, part, c.mode)
         if key not in self._sums:
             own = self.shared.elements(x, part)
-            s = replace(self.setting(c), software=self.bare)
-            alone = *stage_costs.per_step(s, own, 0.0, 0.0), time.optimizer(s, own)
-            hidden = self.cluster.device.contended and self.software.overlap_data
+            s = self.setting(c)
+            once, _, alone = stage_costs.sent(own, s)
             self._sums[key] = RankSeconds(
-                *alone, *(stage_costs.contended(s, own) if hidden else (0.0, 0.0, 0.0))
+                once.scattered + alone + once.out,
+                once.gathered + once.into,
+                time.optimizer(s, own),
+                once.scattering,
+                once.gathering,
+                self._each(c),
             )
         return self._sums[key]
 
@@ -391,7 +294,7 @@ class LeastBytes:
     def of(self, c: Choice, buffers: bool = True) -> float:
         """Bytes of the ranks that probably hold most. Without buffers it is a bound for every way to share states, if
         this layout's is the one that keeps least."""
-        x, size, most = c.layout, self.shared.microbatch(c).bytes, 0.0
+        x, size, most = c.layout, self.shared.bytes(c), 0.0
         key = (*within_block(x), x.recompute, c.B, c.mode, c.count, x.pp, x.schedule, x.virtual_stages)
         if key not in self._kept:
             self._kept[key] = []  # with each position the bytes that its live microbatches keep, and one does
@@ -438,9 +341,10 @@ class LeastBytes:
             self._states[key] = held, late, model_states.buffers(s, bool(part.first), bool(part.last))
         return self._states[key]
 
-    def shape(self, c: Choice, space: Space) -> float:
-        """Bytes of the first ranks under any schedule, with states shared as widely as possible."""
-        x, size = c.layout, self.shared.microbatch(c).bytes
+    def shape(self, c: Choice, space: Space, least: MicrobatchBytes | None = None) -> float:
+        """Bytes of the first ranks under any schedule, with states shared as widely as possible. least: of a
+        microbatch."""
+        x, size = c.layout, least or self.shared.bytes(c)
         # the smallest part of the model, the fewest blocks times microbatches
         key = (x.pp, c.count, x.tp > 1, x.cp > 1, x.ep > 1)
         if key not in self._fewest:

@@ -14,8 +14,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice, product
-from operator import itemgetter
 from typing import Any
 
 from fivefold.errors import UserError
@@ -41,7 +41,7 @@ from fivefold.sharding.tiers import BESIDE, EARLY, NOT_OFFLOADED, OFFLOADS, WIND
 GLIMPSE = 32
 LOOKED, SLOWER = 32, 4 / 3  # plans whose recomputation is thinned out; a step with it beside one without
 FOLDED = 4  # times as many are looked at, if many of them differ little
-PRICED = 4  # the level of a full prediction, after four levels of bounds
+PRICED = 5  # the level of a full prediction, after five levels of bounds
 Order = tuple[int, ...]
 """A layout's place in the space. The first of equal layouts wins, so that a search always gives the same result."""
 FEW = 4  # layouts per size of a microbatch that are tried with offload; pipelines of the second round
@@ -122,15 +122,22 @@ class Search:
         seconds, _, order, level, what = heapq.heappop(self._heap)
         if level == PRICED:
             return what
-        (self._average, self._schedules, self._sharings, self._price)[level](seconds, order, what)
+        levels = (self._shape, self._average, self._schedules, self._sharings, self._price)
+        levels[level](seconds, order, what)
         return None
 
     def _push(self, seconds: float, level: int, order: Order, what: Any, peak: float = 0.0) -> None:
         if seconds < self.below:
             heapq.heappush(self._heap, (seconds, peak, order, level, what))
 
+    def _shape(self, seconds: float, order: Order, c: Choice) -> None:
+        if self.bounds.bytes.shape(c, self.space) <= self.most:
+            self._push(max(seconds, self.bounds.shape(c, self.space)), 1, order, c)
+        else:
+            self.lost += self.space.kinds(c.layout)
+
     def _average(self, seconds: float, order: Order, c: Choice) -> None:
-        self._push(max(seconds, self.bounds.average(c, self.space)), 1, order, c)
+        self._push(max(seconds, self.bounds.average(c, self.space)), 2, order, c)
 
     def _schedules(self, seconds: float, order: Order, c: Choice) -> None:
         lean = self.space.leanest(c.layout)
@@ -140,32 +147,34 @@ class Search:
                 self.lost += len(self.space.ways_to_share(c.layout))
                 continue
             one = changed(c, layout=changed(c.layout, **way))
-            self._push(max(seconds, self.bounds.schedule(one, self.space)), 2, (*order, number), one)
+            self._push(max(seconds, self.bounds.schedule(one, self.space)), 3, (*order, number), one)
 
     def _sharings(self, seconds: float, order: Order, c: Choice) -> None:
         for number, layout in enumerate(self.space.sharings(c.layout)):
             one = changed(c, layout=layout)
             if self.bounds.bytes.of(one) <= self.most:
-                self._push(max(seconds, self.bounds.sharing(one)), 3, (*order, number), one)
+                self._push(max(seconds, self.bounds.sharing(one)), 4, (*order, number), one)
             else:
                 self.lost += 1
 
     def _price(self, seconds: float, order: Order, c: Choice) -> None:
         self.tried += 1
-        s = self.bounds.setting(c)
-        memory = held(s)
+        s, shared = self.bounds.setting(c), self.bounds.shared.operations(c)
+        memory = held(s, shared.sums)
         if round(max(m.total for m in memory)) <= self.most:
-            plan = Plan(s, memory, step(s, shared=self.bounds.shared.parts(c)[0]))
+            plan = Plan(s, memory, step(s, shared=shared.parts))
             self._push(plan.step.seconds, PRICED, order, plan, plan.peak_bytes)
         else:
             self.lost += 1
 
     def smallest(self) -> Plan:
         """The layout with the least memory among those with the least bounds."""
-        starts = heapq.nsmallest(SMALLEST, self.bounds.starts(self.space), key=lambda start: start[1])
+        starts = heapq.nsmallest(
+            SMALLEST, self.space.starts(), key=lambda c: self.bounds.bytes.shape(c, self.space)
+        )
         choices = (
             changed(c, layout=changed(layout, **way))
-            for _, _, c in starts
+            for c in starts
             for layout in self.space.sharings(c.layout)
             for way in self.space.schedules(c.layout)
         )
@@ -260,7 +269,7 @@ def tuned(
     def priced(c: Choice) -> Iterator[Plan]:
         if c not in tried and space.allows(c) and bounds.sharing(c) < late:
             tried.add(c)
-            plan = price(bounds.setting(c), bounds.shared.parts(c)[0])
+            plan = price(bounds.setting(c), bounds.shared.operations(c).parts)
             if plan.peak_bytes <= most and plan.step.seconds < late:
                 yield plan
 
@@ -272,7 +281,7 @@ def tuned(
             c = replace(c, layout=replace(c.layout, schedule=name, virtual_stages=1))
         if c.layout.schedule != name or not space.allows(c):
             continue
-        s, shared = bounds.setting(c), bounds.shared.parts(c)[0]
+        s, shared = bounds.setting(c), bounds.shared.operations(c).parts
         costs = stage_costs.of_longest(s, stage_costs.stage_costs(s, shared))
         for fields in made.tries(c.layout.pp, c.count, costs):
             yield from priced(replace(c, layout=replace(c.layout, **fields)))
@@ -286,13 +295,16 @@ def _choice(plan: Plan) -> Choice:
 def offloaded(space: Space, bounds: Bounds) -> list[Plan]:
     """The layouts, fastest first, that fit if they offload something, where none fits without. They are among those
     with the least bytes, and with the least seconds, for each size of a microbatch."""
-    by_size: dict[int, list[tuple[float, float, Choice]]] = {}
-    for start in bounds.starts(space):
-        by_size.setdefault(start[2].B, []).append(start)
+    by_size: dict[int, list[Choice]] = {}
+    for c in space.starts():
+        by_size.setdefault(c.B, []).append(c)
     found = []
     for starts in by_size.values():
-        least = (heapq.nsmallest(FEW, starts, key=itemgetter(bound)) for bound in (0, 1))
-        for c in dict.fromkeys(c for each in least for *_, c in each):
+        least = (
+            heapq.nsmallest(FEW, starts, key=partial(bound, space=space))
+            for bound in (bounds.shape, bounds.bytes.shape)
+        )
+        for c in dict.fromkeys(c for each in least for c in each):
             schedules = space.schedules(c.layout)[:FEW]
             for layout in {c.layout, space.leanest(c.layout)}:
                 for way, offload, update in product(schedules, OFFLOADS, (BESIDE, EARLY)):
