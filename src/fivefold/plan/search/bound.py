@@ -66,7 +66,7 @@ class Bounds:
         self.bytes = LeastBytes(self.shared)
         self.model, self.cluster, self.software = model, cluster, software
         self._starts: dict[Space, list[tuple[float, float, Choice]]] = {}
-        self._many: dict[Key, tuple[tuple[float, float, float], MicrobatchBytes]] = {}
+        self._many: dict[Key, tuple[float, float, float]] = {}
         self._sums: dict[Key, RankSeconds] = {}
         self._messages: dict[Key, Each] = {}
         self._all: dict[Key, tuple[RankSeconds, ...]] = {}
@@ -78,24 +78,21 @@ class Bounds:
     def starts(self, space: Space) -> list[tuple[float, float, Choice]]:
         """`start` of each shape with its microbatch, recomputation and dtype."""
         if space not in self._starts:
-            self._starts[space] = [(*self.start(c, space), c) for c in space.starts()]
+            self._starts[space] = [
+                (self.start(c, space), self.bytes.start(c, space), c) for c in space.starts()
+            ]
         return self._starts[space]
 
-    def start(self, c: Choice, space: Space) -> tuple[float, float]:
-        """`shape` and `bytes.shape`, or less: by what a sequence takes in a microbatch of `MANY`, found once for all
-        sizes."""
-        if self.cluster.machine or self.software.documents:
-            return self.shape(c, space), self.bytes.shape(c, space)
+    def start(self, c: Choice, space: Space) -> float:
+        """`shape` or less: by what a sequence takes in a microbatch of `MANY`, found once for all sizes."""
+        if self.shared.exact:
+            return self.shape(c, space)
         x = c.layout
-        key = (*within_block(x), x.recompute, x.pp, c.mode, c.count == 1)
+        key = (*within_block(x), x.recompute, x.splits_backward, x.pp, c.mode, c.count == 1)
         if key not in self._many:
-            many = changed(c, B=MANY)
-            self._many[key] = self._microbatch(many, space), self.shared.bytes(many)
-        seconds, size = self._many[key]
-        part = c.B / MANY
-        each, ahead, most = (part * one for one in seconds)
-        least = MicrobatchBytes._make(part * one for one in size)
-        return self._shape(c, each, ahead, most) * TILES, self.bytes.shape(c, space, least)
+            self._many[key] = self._microbatch(changed(c, B=MANY), space)
+        each, ahead, most = (c.B / MANY * seconds for seconds in self._many[key])
+        return self._shape(c, each, ahead, most) * TILES
 
     def shape(self, c: Choice, space: Space) -> float:
         """Seconds under any schedule and any sharing of states: all work divided evenly, or in whole blocks."""
@@ -341,10 +338,19 @@ class LeastBytes:
             self._states[key] = held, late, model_states.buffers(s, bool(part.first), bool(part.last))
         return self._states[key]
 
-    def shape(self, c: Choice, space: Space, least: MicrobatchBytes | None = None) -> float:
-        """Bytes of the first ranks under any schedule, with states shared as widely as possible. least: of a
-        microbatch."""
-        x, size = c.layout, least or self.shared.bytes(c)
+    def start(self, c: Choice, space: Space) -> float:
+        """`shape` or less, as `Bounds.start`."""
+        if self.shared.exact:
+            return self.shape(c, space)
+        size = self.shared.bytes(changed(c, B=MANY))
+        return self._shape(c, space, MicrobatchBytes._make(c.B / MANY * some for some in size))
+
+    def shape(self, c: Choice, space: Space) -> float:
+        """Bytes of the first ranks under any schedule, with states shared as widely as possible."""
+        return self._shape(c, space, self.shared.bytes(c))
+
+    def _shape(self, c: Choice, space: Space, size: MicrobatchBytes) -> float:
+        x = c.layout
         # the smallest part of the model, the fewest blocks times microbatches
         key = (x.pp, c.count, x.tp > 1, x.cp > 1, x.ep > 1)
         if key not in self._fewest:

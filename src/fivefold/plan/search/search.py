@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, product
+from operator import itemgetter
 from typing import Any
 
 from fivefold.errors import UserError
@@ -48,8 +49,7 @@ FEW = 4  # layouts per size of a microbatch that are tried with offload; pipelin
 ROOMIER = 2  # times the memory that is looked beyond: devices have no more of it
 ROOM = 1.25  # memory that the second round may save, beside what there is
 MOST_SEARCHES = 64  # for the fewest devices, between a bound and twice as many nodes
-SMALLEST = 20  # if nothing fits, the layouts with the least bytes that are counted exactly
-COUNTED = 100  # the same for each larger number of devices
+COUNTED = 100  # if nothing fits, the layouts that are counted exactly, of each number of devices
 TRIED = 24  # numbers of devices between a bound and the first doubling that does
 MOST_DEVICES = 2**17
 
@@ -167,19 +167,40 @@ class Search:
         else:
             self.lost += 1
 
-    def smallest(self) -> Plan:
-        """The layout with the least memory among those with the least bounds."""
-        starts = heapq.nsmallest(
-            SMALLEST, self.space.starts(), key=lambda c: self.bounds.bytes.shape(c, self.space)
-        )
-        choices = (
-            changed(c, layout=changed(layout, **way))
-            for c in starts
-            for layout in self.space.sharings(c.layout)
-            for way in self.space.schedules(c.layout)
-        )
-        smallest = heapq.nsmallest(SMALLEST, choices, key=self.bounds.bytes.of)
-        return min((price(self.bounds.setting(c)) for c in smallest), key=lambda plan: plan.peak_bytes)
+    def by_bytes(self, most: float = math.inf) -> Iterator[tuple[float, float, Choice]]:
+        """(bytes, a bound of those of all layouts to come, layout): layouts whose bound is at most `most`, those with
+        the least bounds first."""
+        space, least = self.space, self.bounds.bytes
+        heap = [(least.start(c, space), (number,), 0, c) for number, c in enumerate(space.starts())]
+        heapq.heapify(heap)
+        while heap and heap[0][0] <= most:
+            _, order, level, c = heapq.heappop(heap)
+            found = list[tuple[float, Choice]]()
+            if level == 0:
+                found.append((least.shape(c, space), c))
+            elif level == 1:
+                lean = space.leanest(c.layout)
+                for way in space.schedules(c.layout):
+                    size = least.of(changed(c, layout=changed(lean, **way)), buffers=False)
+                    found.append((size, changed(c, layout=changed(c.layout, **way))))
+            elif level == 2:
+                ones = (changed(c, layout=layout) for layout in space.sharings(c.layout))
+                found += ((least.of(one), one) for one in ones)
+            else:
+                ranks = held(self.bounds.setting(c), self.bounds.shared.operations(c).sums)
+                yield max(m.total for m in ranks), heap[0][0] if heap else math.inf, c
+            for number, (size, one) in enumerate(found):
+                heapq.heappush(heap, (size, (*order, number), level + 1, one))
+
+    def smallest(self) -> tuple[Plan, bool]:
+        """The layout with the least memory; True if no other has less, False if not all were counted that may."""
+        best, sure = (math.inf, None), False
+        for size, rest, c in islice(self.by_bytes(), COUNTED):
+            best = min(best, (size, c), key=itemgetter(0))
+            if sure := best[0] <= rest:
+                break
+        assert best[1] is not None, "a space has layouts"
+        return price(self.bounds.setting(best[1])), sure
 
 
 @contextmanager
@@ -239,7 +260,7 @@ def search(
     rejected = {reason: n for reason, n in counts.items() if n}
     if not plans:
         plans, same = fold(offloaded(space, bounds), top)
-        binding, why = limits(plans, None, None, None), _nothing_fits(space, bounds, run.smallest())
+        binding, why = limits(plans, None, None, None), _nothing_fits(space, bounds, *run.smallest())
         return Found(plans, considered, rejected, same, reasons(plans), binding, why)
 
     def within(most: float) -> Plan | None:
@@ -321,27 +342,40 @@ def fewest_devices(
     recipe: Recipe, cluster: Cluster, asked: Questions, software: Software | None = None
 ) -> tuple[Plan | None, int]:
     """(the best plan on the fewest whole nodes that meet the deadline, or None; the step between the numbers of nodes
-    that were tried). They begin at a bound: nodes that compute as fast as one alone, and wait for nothing."""
-    assert asked.deadline is not None
-    full, each = resolved(recipe), cluster.per_node
+    that were tried). They begin at a bound: nodes that compute as fast as one alone, and wait for nothing. A plan on
+    more nodes may be slower, so once a number meets the deadline all smaller ones are tried, too."""
+    full, each, deadline = resolved(recipe), cluster.per_node, asked.deadline
+    assert deadline is not None
     software = for_recipe(software or software_of(cluster), recipe)
     tokens = full.train.global_batch_size * full.model.seq_len
-    needed = asked.deadline / (asked.tokens / tokens)
+    needed = deadline / (asked.tokens / tokens)
     node = replace(cluster, devices=each)
     alone = Bounds(full.model, node, software).starts(Space(full, node))
     least = min((seconds for seconds, _, _ in alone), default=0.0) - software.step
     first = max(1, math.floor(least / needed))
-    stride = max(1, first // MOST_SEARCHES)
-    for nodes in range(first, first + 2 * stride * MOST_SEARCHES, stride):
+
+    @_uncollected()
+    def on(nodes: int) -> Plan | None:
+        """The best plan on so many nodes, if it meets the deadline."""
         sized = replace(cluster, devices=nodes * each)
         with suppress(UserError):  # no layout divides the batch
-            space = space_of(recipe, sized)
-            run = Search(space, Bounds(full.model, sized, software), limit(sized), SLOWER * needed)
+            space, bounds = space_of(recipe, sized), Bounds(full.model, sized, software)
+            if all(seconds > needed for seconds, _, _ in bounds.starts(space)):
+                return None
+            run = Search(space, bounds, limit(sized), SLOWER * needed)
             plans = [within_budget(plan, int(run.most)) for plan in islice(run.plans(), FEW)]
             best = min(plans, key=lambda plan: plan.step.seconds, default=None)
-            if best and answer(best := with_stalls(best, recipe), asked)["days"] * DAY <= asked.deadline:
-                return best, stride
-    return None, stride
+            if best and answer(best := with_stalls(best, recipe), asked)["days"] * DAY <= deadline:
+                return best
+        return None
+
+    stride = 2 ** math.floor(math.log2(max(1, first // MOST_SEARCHES)))
+    some = range(math.ceil(first / stride) * stride, first + 2 * max(first, MOST_SEARCHES), stride)
+    found = next(filter(None, map(on, some)), None)
+    if found is None:
+        return None, stride
+    smaller = (nodes for nodes in range(first, found.layout.ranks // each) if nodes % stride)
+    return next(filter(None, map(on, smaller)), found), 1
 
 
 def space_of(recipe: Recipe, cluster: Cluster, modes: tuple[str, ...] = ()) -> Space:
@@ -380,9 +414,9 @@ def apply(recipe: Recipe, plan: Plan) -> Recipe:
     return changed.model_copy(update={"precision": precision})
 
 
-def _nothing_fits(space: Space, bounds: Bounds, near: Plan) -> str:
-    """The message for layouts that do not fit: memory of the smallest, and a number of devices that is enough with full
-    recomputation and one sequence at a time."""
+def _nothing_fits(space: Space, bounds: Bounds, near: Plan, known: bool) -> str:
+    """The message for layouts that do not fit: memory of the smallest (known: no other has less), and a number of
+    devices that is enough."""
     cluster, most, s = space.cluster, limit(space.cluster), near.setting
     if most <= 0:
         return (
@@ -390,7 +424,8 @@ def _nothing_fits(space: Space, bounds: Bounds, near: Plan) -> str:
             f"the runtime takes {cluster.device.reserve / GIB:.1f} GiB"
         )
     smallest = (
-        f"no layout fits: the smallest of {space.size}, {to_text(near.layout)} with microbatches of {s.sizes.B} in "
+        f"no layout fits: the smallest {'' if known else 'found '}of {space.size}, "
+        f"{to_text(near.layout)} with microbatches of {s.sizes.B} in "
         f"{s.mode}, needs {near.peak_bytes / GIB:.1f} GiB of {most / GIB:.1f} GiB per device. "
     )
     if near.peak_bytes <= limit(cluster, margin=False):
@@ -401,18 +436,12 @@ def _nothing_fits(space: Space, bounds: Bounds, near: Plan) -> str:
     sure = True  # that no smaller number is enough
     for number, devices in enumerate(_numbers(max(least, cluster.devices + 1), cluster.per_node)):
         larger = replace(space, cluster=replace(cluster, devices=devices))
-        choices = [
-            larger.choice(replace(layout, recompute="full"), 1, mode)
-            for shape in larger.shapes
-            for layout in larger.sharings(shape)
-            for mode in larger.precisions
-        ]
-        leanest = heapq.nsmallest(COUNTED + 1, choices, key=bounds.bytes.of)
-        for c in (c for c in leanest[:COUNTED] if bounds.bytes.of(c) <= most):
-            if max(m.total for m in held(bounds.setting(c))) <= most:
+        counted = Search(larger, bounds, most).by_bytes(most)
+        for size, _, c in islice(counted, COUNTED):
+            if size <= most:
                 fewer = "" if sure and number < TRIED else ", if not fewer"
                 return f"{smallest}{cluster.name}:{devices} would be enough{fewer} ({to_text(c.layout)})"
-        sure = sure and not (len(leanest) > COUNTED and bounds.bytes.of(leanest[-1]) <= most)
+        sure = sure and next(counted, None) is None
     many = f"No tried number of devices up to {MOST_DEVICES} is enough: the batch or the blocks are too large"
     return smallest + many
 

@@ -105,6 +105,7 @@ class SharedCosts:
     def __init__(self, model: ModelSection, cluster: Cluster, software: Software):
         self.model, self.cluster, self.software = model, cluster, software
         self.mixed = card_of(model).mixed
+        self.exact = bool(cluster.machine or software.documents)  # no price grows with its size alone
         self._operations: dict[Key, Operations] = {}
         self._microbatches: dict[Key, MicrobatchCost] = {}
         self._bytes: dict[Key, MicrobatchBytes] = {}
