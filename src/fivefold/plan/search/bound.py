@@ -14,12 +14,12 @@ from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.memory import memory, model_states
 from fivefold.plan.memory.memory import MicrobatchBytes
 from fivefold.plan.memory.model_states import Buffers
-from fivefold.plan.search.shared import Costs, Key, Position, Share, SharedCosts, within_block
+from fivefold.plan.search.shared import Costs, Key, Position, Share, SharedCosts, undivided, within_block
 from fivefold.plan.search.space import Choice, Space
 from fivefold.plan.setting import Setting, Software
 from fivefold.plan.time import stage_costs, time
 from fivefold.plan.time.cost import Cost
-from fivefold.plan.time.stage_costs import Sent
+from fivefold.plan.time.stage_costs import Sent, pipelined
 from fivefold.schedules.pipeline import SCHEDULES, ends_upwards, most_live
 from fivefold.schedules.timelines import exposed_in_pieces
 from fivefold.sharding.layout import changed
@@ -58,8 +58,8 @@ TILES = 1 - 1e-4  # the last ones of those matmuls
 
 
 class Bounds:
-    """Lower bounds of the seconds and bytes of layouts of a model on a cluster. `start`, `shape`, `average`, `schedule`
-    and `sharing` bound the seconds: each is tighter than the one before, and slower to compute."""
+    """Lower bounds of the seconds and bytes of layouts of a model on a cluster. `start`, `shape`, `average`,
+    `schedule`, `sharing` and `simulated` bound the seconds: each is tighter than those before, and slower."""
 
     def __init__(self, model: ModelSection, cluster: Cluster, software: Software):
         self.shared = SharedCosts(model, cluster, software)
@@ -67,6 +67,7 @@ class Bounds:
         self.model, self.cluster, self.software = model, cluster, software
         self._starts: dict[Space, list[tuple[float, float, Choice]]] = {}
         self._many: dict[Key, tuple[float, float, float]] = {}
+        self._pipelines: dict[Key, tuple[float, dict[Share, float]]] = {}
         self._sums: dict[Key, RankSeconds] = {}
         self._messages: dict[Key, Each] = {}
         self._all: dict[Key, tuple[RankSeconds, ...]] = {}
@@ -171,6 +172,25 @@ class Bounds:
         for end, at, forward, backward in ends:
             end = max(end, turned) if at.part.first else end
             longest = max(longest, end + self._unhidden(c, self._sent(c, at.part), forward, backward))
+        return (longest + self._fixed(c)) * ROUNDING
+
+    def simulated(self, c: Choice) -> float:
+        """`sharing` with the pipeline's simulation, which layouts share that send nothing in every microbatch."""
+        x = c.layout
+        if x.pp == 1 or x.zero == 3 or self.cluster.machine:
+            return 0.0
+        key = (*within_block(x), x.recompute, c.B, c.count, c.mode, pipelined(x), x.bare_ends)
+        if key not in self._pipelines:
+            one = undivided(c)
+            s, shared = self.setting(one), self.shared.operations(one).parts
+            makespan, ends, _ = stage_costs.pipeline(s, stage_costs.stage_costs(s, shared))
+            last = dict[Share, float]()
+            for at in self.shared.positions(x):
+                last[at.part] = max(last.get(at.part, 0.0), ends[at.number])
+            self._pipelines[key] = makespan, last
+        (longest, last), costs = self._pipelines[key], self.shared.microbatch(c).costs
+        for part, end in last.items():
+            longest = max(longest, end + self._unhidden(c, self._sent(c, part), *costs.of(part)))
         return (longest + self._fixed(c)) * ROUNDING
 
     def _ends(self, c: Choice, costs: Costs) -> tuple[list[tuple[float, Position, float, float]], float]:

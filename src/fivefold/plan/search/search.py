@@ -42,7 +42,7 @@ from fivefold.sharding.tiers import BESIDE, EARLY, NOT_OFFLOADED, OFFLOADS, WIND
 GLIMPSE = 32
 LOOKED, SLOWER = 32, 4 / 3  # plans whose recomputation is thinned out; a step with it beside one without
 FOLDED = 4  # times as many are looked at, if many of them differ little
-PRICED = 5  # the level of a full prediction, after five levels of bounds
+PRICED = 6  # the level of a full prediction, after six levels of bounds
 Order = tuple[int, ...]
 """A layout's place in the space. The first of equal layouts wins, so that a search always gives the same result."""
 FEW = 4  # layouts per size of a microbatch that are tried with offload; pipelines of the second round
@@ -122,7 +122,7 @@ class Search:
         seconds, _, order, level, what = heapq.heappop(self._heap)
         if level == PRICED:
             return what
-        levels = (self._shape, self._average, self._schedules, self._sharings, self._price)
+        levels = (self._shape, self._average, self._schedules, self._sharings, self._pipeline, self._price)
         levels[level](seconds, order, what)
         return None
 
@@ -156,6 +156,9 @@ class Search:
                 self._push(max(seconds, self.bounds.sharing(one)), 4, (*order, number), one)
             else:
                 self.lost += 1
+
+    def _pipeline(self, seconds: float, order: Order, c: Choice) -> None:
+        self._push(max(seconds, self.bounds.simulated(c)), 5, order, c)
 
     def _price(self, seconds: float, order: Order, c: Choice) -> None:
         self.tried += 1

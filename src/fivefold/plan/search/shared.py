@@ -131,7 +131,7 @@ class SharedCosts:
         x = c.layout
         key = (*within_block(x), x.recompute, x.splits_backward, c.B, c.mode, c.count == 1)
         if key not in self._microbatches:
-            one = _undivided(c)
+            one = undivided(c)
             parts, s = self.operations(one).parts, self.setting(one)
             elements = model_states.elements(self.model, one.layout)
             costs = {False: Cost(), True: Cost()}
@@ -149,7 +149,7 @@ class SharedCosts:
         x = c.layout
         key = (*within_block(x), x.recompute, x.splits_backward, c.B, c.mode)
         if key not in self._bytes:
-            one = _undivided(c)
+            one = undivided(c)
             self._bytes[key] = memory.microbatch(self.setting(one), self.operations(one).sums, x.recompute)
         return self._bytes[key]
 
@@ -213,7 +213,7 @@ class SharedCosts:
         return self._hops[key]
 
 
-def _undivided(c: Choice) -> Choice:
+def undivided(c: Choice) -> Choice:
     """The choice with states that nobody shares."""
     x = c.layout
     return changed(c, layout=changed(x, dp_replicate=x.dp, dp_shard=1, zero=0)) if x.zero else c
