@@ -232,6 +232,8 @@ class Bounds:
             )
 
         def added(sums: RankSeconds) -> float:
+            if paired or sums.each is NOTHING:
+                return self._unhidden(c, sums, forward, backward)
             plain, mixed, outside = self._waits(c, sums.each)
             there = part.plain * plain.forward + part.mixed * mixed.forward + outside.forward
             back = part.plain * plain.input + part.mixed * mixed.input + outside.input
@@ -239,8 +241,6 @@ class Bounds:
                 c, sums, forward + there, backward + back
             )
 
-        if paired:
-            return min(self._unhidden(c, sums, forward, backward) for sums in self._all[key])
         return min(map(added, self._all[key]))
 
     def _waits(self, c: Choice, each: Each) -> Iterator[Cost]:
@@ -253,7 +253,7 @@ class Bounds:
 
     def _each(self, c: Choice) -> Each:
         x, found = c.layout, [Sent(), Sent(), Sent()]
-        if x.zero < 2:
+        if x.zero < 2 or (x.zero == 2 and x.pp > 1):
             return NOTHING
         key = (x.tp, x.sp, x.cp, x.pp, x.ep, x.zero, x.dp_replicate, x.dp_shard, c.mode)
         if key not in self._messages:
@@ -327,9 +327,9 @@ class LeastBytes:
             states, late, besides = self._held(c, at.part)
             besides, last = besides if buffers else NONE, bool(at.part.last)
             # gradients of several stages need not exist at once, nor any of them when most is live
-            some = late * (len(at.stages) > 1)
-            for held, active in ((states - late * (not _settles(c)), kept), (states - some, 0.0)):
-                most = max(most, held + sum(memory.at_peak(size, besides, active, each, last)))
+            fullest, behind = late * (not _settles(c)), late * (len(at.stages) > 1)
+            for less, active in ((fullest, kept), (behind, 0.0))[: 1 + (behind < fullest)]:
+                most = max(most, states - less + sum(memory.at_peak(size, besides, active, each, last)))
         return ROUNDING * (most + memory.transfers(size, x, c.count))
 
     def _fullest(self, c: Choice) -> list[tuple[Position, Live]]:
