@@ -25,7 +25,7 @@ Kind = tuple[bool, bool]
 """Of a block: whether it has experts, and whether it is eager: not compiled, by a program that compiles others."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Saved:
     """A tensor kept from forward to backward. role: "input": a block's input. "stream": on its residual stream. "norm":
     the result of the norm before a sublayer. "product": that of a sublayer's first matmul. "copied": such a result that
@@ -39,7 +39,7 @@ class Saved:
     once: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Matmul:
     """`count` matmuls (m, k) x (k, n). weight: True if the second factor is a parameter. sensitive: its
     factors are never rounded. grouped: of experts, which multiply rounded factors in the working dtype. chunks: of the
@@ -63,7 +63,7 @@ class Matmul:
         return (x + w, y + w, again + x) if self.weight and not self.sensitive else (0.0, 0.0, 0.0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Message:
     """A collective on an axis. size: bytes of the larger of input and output. "ring": keys and values that travel round
     a ring; `size` is for all of them going all the way. hidden: it overlaps with the operation. calls: number of calls
@@ -78,7 +78,7 @@ class Message:
     chunked: Literal["", "product", "rows", "results"] = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Operation:
     """One step of forward, and its backward.
 
