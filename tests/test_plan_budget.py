@@ -153,7 +153,7 @@ def test_devices_are_searched_for_a_deadline() -> None:
 
 
 def test_deadlines_count_in_whole_nodes_of_any_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in powers of two: one node less is too slow. Where only some numbers are tried first, those between are, too."""
+    """Not in powers of two: one node less is too slow. Where some numbers are tried first, those between are, too."""
     sets = [
         "model.layers=2",
         "model.dim=256",
