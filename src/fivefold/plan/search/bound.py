@@ -4,9 +4,7 @@ win without pricing them. No bound may exceed the prediction of `predict.price`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
 from typing import NamedTuple
 
 from fivefold.models.section import ModelSection
@@ -19,7 +17,7 @@ from fivefold.plan.search.space import Choice, Space
 from fivefold.plan.setting import Setting, Software
 from fivefold.plan.time import stage_costs, time
 from fivefold.plan.time.cost import Cost
-from fivefold.plan.time.stage_costs import Sent, pipelined
+from fivefold.plan.time.stage_costs import pipelined
 from fivefold.schedules.pipeline import SCHEDULES, ends_upwards, most_live
 from fivefold.schedules.timelines import exposed_in_pieces
 from fivefold.sharding.layout import changed
@@ -27,28 +25,20 @@ from fivefold.sharding.parts import ends_of, stages_of
 
 ROUNDING = 1 - 1e-9
 NONE = Buffers()
-NOTHING = Sent(), Sent(), Sent()
 Live = tuple[tuple[int, ...], tuple[int, ...]]
 """Microbatches in each stage of a position when it holds most: those that wait for backward; for weight gradients."""
-Each = tuple[Sent, Sent, Sent]
-"""Messages of data parallelism in every microbatch: of a block without and with experts, and, without a pipeline, of
-what is outside of blocks."""
 
 
 class RankSeconds(NamedTuple):
     """Seconds of a rank: gradient sums and weight gathers, both without overlap, the optimizer, and what overlap does
-    not hide of sums and of gathers. each: the messages of every microbatch."""
+    not hide of sums, of gathers, and of the messages of each microbatch."""
 
     reduced: float
     gathered: float
     updated: float
     sums: float
     gathers: float
-    each: Each
-
-    def beats(self, other: RankSeconds) -> bool:
-        """True if no seconds are more than the other's: exposed seconds grow with those of messages."""
-        return all(map(operator.le, chain(self[:5], *self.each), chain(other[:5], *other.each)))
+    each: float
 
 
 MANY = 2**36
@@ -69,7 +59,6 @@ class Bounds:
         self._many: dict[Key, tuple[float, float, float]] = {}
         self._pipelines: dict[Key, tuple[float, dict[Share, float]]] = {}
         self._sums: dict[Key, RankSeconds] = {}
-        self._messages: dict[Key, Each] = {}
         self._all: dict[Key, tuple[RankSeconds, ...]] = {}
         self._ways: dict[Key, tuple[float, float, bool, bool]] = {}
 
@@ -144,8 +133,7 @@ class Bounds:
         mixed = self.shared.mixed.count(True) / p
         part = Share(self.model.layers / p - mixed, mixed, 1 / p, 1 / p)
         each, ahead, _ = self._microbatch(c, space)
-        seconds = self.shared.microbatch(c).costs.of(part)
-        sent = self._least_sent(c, space, part, *seconds, self._least(c, space)[3])
+        sent = self._least_sent(c, space, part, *self.shared.microbatch(c).costs.of(part))
         return (c.count * each + ahead + sent + self._fixed(c)) * ROUNDING
 
     def schedule(self, c: Choice, space: Space) -> float:
@@ -153,8 +141,7 @@ class Bounds:
         and then their backward, or its traffic of weights and gradients."""
         ends, turned = self._ends(c, self.shared.microbatch(c).costs)
         end, at, forward, backward = max(ends, key=lambda end: end[0])
-        paired = SCHEDULES[c.layout.schedule].paired
-        sent = self._least_sent(c, space, at.part, forward, backward, paired)
+        sent = self._least_sent(c, space, at.part, forward, backward)
         return (max(end + sent, turned) + self._fixed(c)) * ROUNDING
 
     def sharing(self, c: Choice) -> float:
@@ -162,11 +149,12 @@ class Bounds:
         micro = self.shared.microbatch(c)
         costs = micro.costs
         if c.layout.zero >= 2:  # with the communication of ZeRO in every microbatch
-            *blocks, outside = self._waits(c, self._each(c))
-            plain, mixed = (
-                (cost + wait).slowed(micro.slower) for cost, wait in zip(micro.alone, blocks, strict=True)
-            )
-            costs = costs._replace(plain=plain, mixed=mixed, begin=costs.begin + outside)
+            s, blocks = self.setting(c), [Cost(), Cost()]
+            elements = model_states.elements(self.model, c.layout).blocks
+            for kind in set(self.shared.mixed):
+                block, cost = elements[self.shared.mixed.index(kind)], micro.alone[kind]
+                blocks[kind] = (cost + stage_costs.per_microbatch(block, cost, s)).slowed(micro.slower)
+            costs = costs._replace(plain=blocks[False], mixed=blocks[True])
         ends, turned = self._ends(c, costs)
         longest = turned
         for end, at, forward, backward in ends:
@@ -215,55 +203,23 @@ class Bounds:
                 turned = max(turned, end + behind + back[at.number])
         return ends, turned
 
-    def _least_sent(
-        self, c: Choice, space: Space, part: Share, forward: float, backward: float, paired: bool
-    ) -> float:
-        """Seconds that sums, gathers, the waits of ZeRO 2 and 3 within microbatches, and the optimizer add under any
-        sharing of states. Pairs may hide more where there are such waits, which are then left out."""
+    def _least_sent(self, c: Choice, space: Space, part: Share, forward: float, backward: float) -> float:
+        """Seconds that sums, gathers and the optimizer add under any sharing of states. Of the waits of ZeRO 2 and 3
+        within microbatches only what nothing hides is counted, none in one of them, since waits hide no more of the
+        sums than they take, and none beside pairs, which may hide more for them."""
         x = c.layout
         key = (x.tp, x.sp, x.cp, x.pp, x.ep, x.dp, part, c.mode)
         if key not in self._all:
-            shape = replace(x, dp_replicate=x.dp, dp_shard=1, zero=0)
-            layouts = space.sharings(shape)
+            layouts = space.sharings(undivided(c).layout)
             sums = {self._sent(changed(c, layout=layout), part) for layout in layouts}
             # those that no other one undercuts: exposed seconds grow with the seconds of messages
             self._all[key] = tuple(
-                some for some in sums if not any(other != some and other.beats(some) for other in sums)
+                some
+                for some in sums
+                if not any(other != some and all(map(operator.le, other, some)) for other in sums)
             )
-
-        def added(sums: RankSeconds) -> float:
-            if paired or sums.each is NOTHING:
-                return self._unhidden(c, sums, forward, backward)
-            plain, mixed, outside = self._waits(c, sums.each)
-            there = part.plain * plain.forward + part.mixed * mixed.forward + outside.forward
-            back = part.plain * plain.input + part.mixed * mixed.input + outside.input
-            return c.count // x.copies * (there + back) + self._unhidden(
-                c, sums, forward + there, backward + back
-            )
-
-        return min(map(added, self._all[key]))
-
-    def _waits(self, c: Choice, each: Each) -> Iterator[Cost]:
-        """What these messages add to each of these parts of the model."""
-        alone = self.shared.microbatch(c).alone
-        return (
-            stage_costs.waits(sent, cost, self.software)
-            for sent, cost in zip(each, (*alone, Cost()), strict=True)
-        )
-
-    def _each(self, c: Choice) -> Each:
-        x, found = c.layout, [Sent(), Sent(), Sent()]
-        if x.zero < 2 or (x.zero == 2 and x.pp > 1):
-            return NOTHING
-        key = (x.tp, x.sp, x.cp, x.pp, x.ep, x.zero, x.dp_replicate, x.dp_shard, c.mode)
-        if key not in self._messages:
-            s, elements = self.setting(c), model_states.elements(self.model, x)
-            for kind in set(self.shared.mixed):
-                _, found[kind], _ = stage_costs.sent(elements.blocks[self.shared.mixed.index(kind)], s)
-            if x.pp == 1:
-                _, found[2], _ = stage_costs.sent(elements.outside(True, True), s)
-            self._messages[key] = found[0], found[1], found[2]
-        return self._messages[key]
+        others = 0 if x.pp > 1 and x.ep > 1 else max(0, c.count // x.copies - 1)
+        return min(self._unhidden(c, sums, forward, backward) + others * sums.each for sums in self._all[key])
 
     def _unhidden(self, c: Choice, sums: RankSeconds, forward: float, backward: float) -> float:
         reduced, gathered = sums.reduced, sums.gathered
@@ -280,14 +236,14 @@ class Bounds:
         if key not in self._sums:
             own = self.shared.elements(x, part)
             s = self.setting(c)
-            once, _, alone = stage_costs.sent(own, s)
+            once, each, alone = stage_costs.sent(own, s)
             self._sums[key] = RankSeconds(
                 once.scattered + alone + once.out,
                 once.gathered + once.into,
                 time.optimizer(s, own),
                 once.scattering,
                 once.gathering,
-                self._each(c),
+                2 * each.gathering + each.scattering,
             )
         return self._sums[key]
 

@@ -18,7 +18,7 @@ from fivefold.plan.memory import model_states
 from fivefold.plan.memory.model_states import Elements
 from fivefold.plan.messages import communication, volume
 from fivefold.plan.messages.communication import collective, exposed, held
-from fivefold.plan.setting import Setting, Software
+from fivefold.plan.setting import Setting
 from fivefold.plan.time.cost import Cost, forward_flops, message, operation, part, slowest, stream, together
 from fivefold.precision import DTYPES, MASTER, PRECISIONS
 from fivefold.schedules.collectives.registry import LIBRARY
@@ -278,18 +278,15 @@ def per_microbatch(own: Elements, cost: Cost, s: Setting) -> Cost:
     Those that the software overlaps run beside the neighbouring block, which costs as much. Beside those of the
     parameters outside of blocks, which are needed first and summed last, there is nothing.
     """
-    return waits(sent(own, s)[1], cost, s.software)
-
-
-def waits(each: Sent, cost: Cost, software: Software) -> Cost:
-    """What messages of every microbatch add to a block of this cost."""
-    gathered, scattered, into, out, gathering, scattering = each
+    gathered, scattered, into, out, gathering, scattering = sent(own, s)[1]
     if not gathered + scattered:
         return Cost()
     forward, backward = gathered, gathered + scattered
-    if software.overlap_data:
+    if s.software.overlap_data:
         forward = exposed(forward, gathering, cost.forward)
-        alone, copying = (0.0, gathering + scattering) if software.overlap_scatter else (scattered, gathering)
+        alone, copying = (
+            (0.0, gathering + scattering) if s.software.overlap_scatter else (scattered, gathering)
+        )
         backward = alone + exposed(backward - alone, copying, cost.input + cost.weight)
     return Cost(forward + into, backward + into + out, 0.0, forward, backward)
 
