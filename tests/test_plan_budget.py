@@ -18,6 +18,7 @@ from fivefold.plan.advice import budget, failures
 from fivefold.plan.advice.budget import Questions, answer, ask, lines
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import Plan, predict
+from fivefold.plan.search import search as searching
 from fivefold.plan.search.search import fewest_devices, search
 from fivefold.recipe import change, count_parameters, load
 
@@ -151,8 +152,8 @@ def test_devices_are_searched_for_a_deadline() -> None:
     assert half.layout.ranks == 8
 
 
-def test_deadlines_count_in_whole_nodes_of_any_number() -> None:
-    """Not in powers of two: one node less is too slow."""
+def test_deadlines_count_in_whole_nodes_of_any_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in powers of two: one node less is too slow. Where some numbers are tried first, those between are, too."""
     sets = [
         "model.layers=2",
         "model.dim=256",
@@ -168,6 +169,12 @@ def test_deadlines_count_in_whole_nodes_of_any_number() -> None:
     assert best is not None
     assert (best.layout.ranks, stride) == (6, 1)
     assert best.stalls is not None
+    monkeypatch.setattr(searching, "MOST_SEARCHES", 1)
+    again, stride = fewest_devices(small, cluster, asked)
+    assert again is not None
+    assert (again.layout, stride) == (best.layout, 1)
+    _, stride = fewest_devices(small, cluster, replace(asked, deadline=asked.deadline / 1e3))
+    assert stride > 1, "none of those tried meets it"
 
 
 def test_the_best_interval_between_checkpoints() -> None:

@@ -205,9 +205,11 @@ def test_no_bound_exceeds_what_it_is_a_bound_of(case: str) -> None:
         assert bounds.bytes.shape(shape, space) <= plan.peak_bytes + 1, c
         assert bounds.bytes.of(lean, buffers=False) <= plan.peak_bytes + 1, c
         assert bounds.bytes.of(c) <= plan.peak_bytes + 1, c
+        assert bounds.start(shape, space) <= bounds.shape(shape, space), c
+        assert bounds.bytes.start(shape, space) <= bounds.bytes.shape(shape, space), c
         for bound in (bounds.shape(shape, space), bounds.average(shape, space), bounds.schedule(c, space)):
             assert bound <= plan.step.seconds, c
-        assert bounds.sharing(c) <= plan.step.seconds, c
+        assert max(bounds.sharing(c), bounds.simulated(c)) <= plan.step.seconds, c
 
 
 @every_case
@@ -249,7 +251,8 @@ def test_what_does_not_fit_is_counted() -> None:
     run = Search(space, bounds, least - 1)
     assert not list(run.plans())
     assert run.lost == space.size
-    assert run.smallest().peak_bytes == least
+    smallest, known = run.smallest()
+    assert (smallest.peak_bytes, known) == (least, True)
 
 
 def test_best_first_and_all_fit() -> None:

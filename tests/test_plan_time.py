@@ -395,12 +395,12 @@ def test_hidden_messages_between_nodes_cost_a_part_on_hopper() -> None:
     free, part = exposed("h100", contended=0.0), exposed("h100")
     s = llama_setting(layout, FIVEFOLD, 4, B)
     own = model_states.elements(s.model, layout).blocks[0]
-    *once, each = stage_costs.contended(s, own)
-    assert once == [0.0, 0.0]
-    assert part - free == pytest.approx(4 * 32 * each)
+    once, each, alone = stage_costs.sent(own, s)
+    assert (once, alone) == (stage_costs.Sent(), 0.0)
+    assert part - free == pytest.approx(4 * 32 * (2 * each.gathering + each.scattering))
     assert exposed("a100") == exposed("a100", contended=0.0)
     within = replace(layout, dp_shard=8)
-    assert stage_costs.contended(llama_setting(within, FIVEFOLD), own) == (0.0, 0.0, 0.0)
+    assert stage_costs.sent(own, llama_setting(within, FIVEFOLD))[1][4:] == (0.0, 0.0)
 
 
 def test_delayed_scales_round_less() -> None:

@@ -324,9 +324,9 @@ def layout_of(text: str) -> Layout:
 @pytest.mark.parametrize("device", ["gpu", "cpu"])
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_the_planned_timeline_is_the_planned_step(device: str, microbatches: int) -> None:
-    """Its seconds and its exposed messages. Equal devices: a slower one computes longer beside the same messages. Where
-    messages contend with computing, gathers and scatters that are longer than it are drawn one by one, and the step
-    adds them up first (0.05% in one of these layouts)."""
+    """Its seconds and its exposed messages. Equal devices: a slower one computes longer beside the same messages. Also
+    where messages contend with computing, but for one layout: the step counts all of ZeRO's messages as beside
+    computing, and what is drawn beside a wait for a tensor-parallel message slows nothing (0.05%)."""
     if device == "gpu":
         cluster, sizes = (
             parse("h100"),
@@ -352,7 +352,9 @@ def test_the_planned_timeline_is_the_planned_step(device: str, microbatches: int
             s = replace(s, cluster=replace(s.cluster, device=replace(s.cluster.device, contended=0.2)))
             drawn = timeline(s)
             assert drawn is not None
-            assert drawn.seconds == pytest.approx(time.step(s).seconds, rel=1e-3), text
+            both = s.layout.zero == 3 and s.layout.tp > 1
+            assert drawn.seconds == pytest.approx(time.step(s).seconds, rel=1e-3 if both else 1e-9), text
+            assert (drawn.seconds < time.step(s).seconds * (1 - 1e-9)) == both, text
 
 
 @pytest.mark.parametrize("device", ["gpu", "cpu"])

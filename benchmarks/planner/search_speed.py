@@ -3,15 +3,19 @@
     python benchmarks/planner/search_speed.py [--out benchmarks/results/planner_search.json]
 
 Processor time of `fivefold.plan.search.search.search` for the ten best, and time by the clock; the import of the
-planner does not count.
+planner does not count. Each case has a process of its own, whose memory is printed, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.search.search import search
@@ -35,7 +39,29 @@ def cases() -> dict[str, tuple[Recipe, str]]:
         "llama 405B, 131072 tokens": (change(seven, [*LLAMA_405B, "model.seq_len=131072"]), "h100:16384"),
         "mixtral 8x7B": (change(eight, ["train.global_batch_size=8192"]), "h100:8192"),
         "mixtral 8x7B, batch of 16384": (change(eight, ["train.global_batch_size=16384"]), "h100:16384"),
+        "deepseek-v3": (load("deepseek-v3", ["train.microbatch_size=none"], "dp=1"), "h100:2048"),
+        "llama 405B, batch of 2048": (
+            change(seven, [*LLAMA_405B, "train.global_batch_size=2048"]),
+            "h100:16384",
+        ),
+        "llama 405B, nothing fits": (change(seven, LLAMA_405B), "h100:64"),
     }
+
+
+def alone(name: str) -> dict[str, Any]:
+    """Searches a case. `mb`: the most memory of this process so far, in MB of 1e6 bytes."""
+    recipe, cluster = cases()[name]
+    start, clock = time.process_time(), time.perf_counter()
+    result = search(recipe, parse(cluster))
+    seconds, wall = time.process_time() - start, time.perf_counter() - clock
+    best = result.plans[0] if result.plans else None
+    layout = f"{to_text(best.layout)} with microbatches of {best.setting.sizes.B}" if best else "none"
+    return {
+        "model": name, "cluster": cluster, "layouts": result.considered, "seconds": round(seconds, 2),
+        "wall_seconds": round(wall, 2), "mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6),
+        "best": layout, "mfu": round(best.mfu, 4) if best else 0.0,
+        "binding": [result.nothing] * bool(result.nothing) + result.bottlenecks,
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -45,23 +71,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     found = []
-    print(f"{'model':26} {'cluster':12} {'layouts':>10} {'seconds':>8} {'wall':>8}  best")
-    for name, (recipe, cluster) in cases().items():
-        start, clock = time.process_time(), time.perf_counter()
-        result = search(recipe, parse(cluster))
-        seconds, wall = time.process_time() - start, time.perf_counter() - clock
-        best = result.plans[0]
-        layout = f"{to_text(best.layout)} with microbatches of {best.setting.sizes.B}"
+    print(f"{'model':28} {'cluster':12} {'layouts':>11} {'seconds':>8} {'wall':>8} {'MB':>6}  best")
+    for name in cases():
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            one = process.submit(alone, name).result()
         print(
-            f"{name:26} {cluster:12} {result.considered:10,} {seconds:8.2f} {wall:8.2f}  {layout}, "
-            f"MFU {100 * best.mfu:.1f}%"
+            f"{name:28} {one['cluster']:12} {one['layouts']:11,} {one['seconds']:8.2f} {one['wall_seconds']:8.2f} "
+            f"{one['mb']:6}  {one['best']}, MFU {100 * one['mfu']:.1f}%"
         )
-        print("\n".join(f"  {text}" for text in result.bottlenecks))
-        found.append({
-            "model": name, "cluster": cluster, "layouts": result.considered, "seconds": round(seconds, 2),
-            "wall_seconds": round(wall, 2),
-            "best": layout, "mfu": round(best.mfu, 4), "binding": result.bottlenecks,
-        })  # fmt: skip
+        print("\n".join(f"  {text}" for text in one["binding"]))
+        found.append(one)
     if args.out:
         args.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 

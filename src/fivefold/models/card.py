@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fivefold.errors import UserError
 from fivefold.models import MASKED_SHARE, Objective, file_of, predicted, work
-from fivefold.models.operations import Operation, Program, Sizes, Work
+from fivefold.models.operations import ByKind, Operation, Program, Sizes, Work
 from fivefold.models.section import ModelSection
 from fivefold.sharding.parts import TIED, Cut, Shape, matching
 
@@ -194,8 +194,7 @@ class Card(ABC):
 
     def work(self, s: Sizes, program: Program) -> Work:
         """All operations of the model on one rank. s: sizes of the card's model."""
-        kinds = [(mixed, eager) for mixed in set(self.mixed) for eager in {False, program.compiles}]
-        blocks = {kind: self.block_operations(s, program.of(kind[1]), kind[0]) for kind in kinds}
+        blocks = ByKind(lambda kind: self.block_operations(s, program.of(kind[1]), kind[0]))
         # Each sequence has as many rows of logits as predicted tokens. If sequences are cut, the rows are spread
         # unevenly; the average is used.
         rows = s.B * predicted(self.objective, s.model.seq_len) / s.cp

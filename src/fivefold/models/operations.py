@@ -7,13 +7,15 @@ parallelism), D model, H heads, K key-value heads, d head, F feed-forward, V voc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self, TypeVar
 
 from fivefold.kernels import sizes
 from fivefold.models.section import ModelSection
 from fivefold.sharding.units import AGAIN, SUM, WHOLE, Collective, What
 
+T = TypeVar("T")
 Role = Literal["input", "stream", "norm", "product", "copied", "core", "inner", "gate", "attended", "fed"]
 Part = Literal["", "norm", "core", "inner", "out", "gate", "down", "never"]
 Rate = Literal["copy", "embedding", "norm", "gate", "gelu", "loss"]
@@ -23,7 +25,7 @@ Kind = tuple[bool, bool]
 """Of a block: whether it has experts, and whether it is eager: not compiled, by a program that compiles others."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Saved:
     """A tensor kept from forward to backward. role: "input": a block's input. "stream": on its residual stream. "norm":
     the result of the norm before a sublayer. "product": that of a sublayer's first matmul. "copied": such a result that
@@ -37,7 +39,7 @@ class Saved:
     once: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Matmul:
     """`count` matmuls (m, k) x (k, n). weight: True if the second factor is a parameter. sensitive: its
     factors are never rounded. grouped: of experts, which multiply rounded factors in the working dtype. chunks: of the
@@ -61,7 +63,7 @@ class Matmul:
         return (x + w, y + w, again + x) if self.weight and not self.sensitive else (0.0, 0.0, 0.0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Message:
     """A collective on an axis. size: bytes of the larger of input and output. "ring": keys and values that travel round
     a ring; `size` is for all of them going all the way. hidden: it overlaps with the operation. calls: number of calls
@@ -76,7 +78,7 @@ class Message:
     chunked: Literal["", "product", "rows", "results"] = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Operation:
     """One step of forward, and its backward.
 
@@ -336,10 +338,22 @@ def travel(
     return [wait] * bool(there), replace(combine, sent_forward=home, sent_backward=gradients)
 
 
+class ByKind(dict[Kind, T]):
+    """Something of each kind of block, made when it is first asked for."""
+
+    def __init__(self, make: Callable[[Kind], T]):
+        super().__init__()
+        self.make = make
+
+    def __missing__(self, kind: Kind) -> T:
+        made = self[kind] = self.make(kind)
+        return made
+
+
 @dataclass(frozen=True)
 class Work:
     """All operations for a microbatch: of each kind of block, before the blocks, after them."""
 
-    block: dict[Kind, list[Operation]]
+    block: ByKind[list[Operation]]
     begin: list[Operation]
     end: list[Operation]

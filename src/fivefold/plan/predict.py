@@ -270,9 +270,9 @@ def planned_window(recipe: Recipe, cluster: Cluster, software: Software | None =
     return sized(apart(together, full.replica_groups)).layout.offload_window
 
 
-def held(s: Setting) -> list[Memory]:
-    """Memory per rank at each pipeline position."""
-    return offload.held(s, memory.predict(s))
+def held(s: Setting, sums: memory.Sums | None = None) -> list[Memory]:
+    """Memory per rank at each pipeline position. sums: of the layout's operations, if already known."""
+    return offload.held(s, memory.predict(s, sums))
 
 
 def budget(recipe: Recipe, cluster: Cluster, software: Software | None = None) -> Budget | None:

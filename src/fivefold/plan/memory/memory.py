@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from fivefold.models.operations import Kind, Operation, Role
+from fivefold.models.operations import ByKind, Kind, Operation, Role
 from fivefold.models.recomputation import region
 from fivefold.plan.memory import model_states
 from fivefold.plan.memory.model_states import Buffers, node_copies, rank_states, uneven_states
@@ -54,21 +54,27 @@ ByRole = dict[Role, float]
 """Bytes of saved tensors by their role."""
 
 
+class BlockSums(NamedTuple):
+    """Sums over a block's operations. saved: bytes by role. owed: bytes kept for deferred weight gradients: the input
+    of each matmul with weights, and the gradient of its output. parts: the block's backward, cut at the matmuls of its
+    sublayers: saved bytes, those of them that exist at once if attention's core is recomputed, largest workspace."""
+
+    saved: ByRole
+    owed: float
+    parts: list[tuple[ByRole, ByRole, float]]
+
+
+NO_BLOCK = BlockSums({}, 0.0, [])
+
+
 @dataclass(frozen=True)
 class Sums:
-    """Sums over a microbatch's operations. The memory of every recomputation mode follows from them.
+    """Sums over a microbatch's operations, also before and behind the blocks. The memory of every recomputation mode
+    follows from them. loss: workspace of the loss."""
 
-    block: saved bytes by role, of each kind of block. begin, end: the same before and behind the blocks. owed: bytes
-    kept for deferred weight gradients: the input of each matmul with weights, and the gradient of its output. parts:
-    the block's backward, cut at the matmuls of its sublayers: saved bytes, those of them that exist at once if
-    attention's core is recomputed, largest workspace. loss: workspace of the loss.
-    """
-
-    block: dict[Kind, ByRole]
+    block: ByKind[BlockSums]
     begin: ByRole
     end: ByRole
-    owed: dict[Kind, float]
-    parts: dict[Kind, list[tuple[ByRole, ByRole, float]]]
     loss: float
 
 
@@ -81,24 +87,18 @@ def sums(s: Setting) -> Sums:
             return op.workspace
         return op.workspace + narrow * max(op.matmul.rounded(s.rounded_once[op.matmul.grouped]))
 
-    owed, parts = dict.fromkeys(work.block, 0.0), dict[Kind, list[tuple[ByRole, ByRole, float]]]()
-    for kind, block in work.block.items():
-        cut: list[list[Operation]] = [[]]
+    def of_block(kind: Kind) -> BlockSums:
+        block, cut = work.block[kind], list[list[Operation]]([[]])
         for op in block:
             if any(tensor.role in ("product", "copied") for tensor in op.saved):
                 cut.append([])
             cut[-1].append(op)
-        parts[kind] = [(saved(ops), saved(ops, True), max(map(workspace, ops))) for ops in cut if ops]
+        parts = [(saved(ops), saved(ops, True), max(map(workspace, ops))) for ops in cut if ops]
         products = (op.matmul for op in block if op.matmul and op.matmul.weight)
-        owed[kind] = sum(m.count * m.m * (m.k + m.n) * e for m in products)
-    return Sums(
-        {kind: saved(block) for kind, block in work.block.items()},
-        saved(work.begin),
-        saved(work.end),
-        owed,
-        parts,
-        max(op.workspace for op in work.end),
-    )
+        return BlockSums(saved(block), sum(m.count * m.m * (m.k + m.n) * e for m in products), parts)
+
+    largest = max(op.workspace for op in work.end)
+    return Sums(ByKind(of_block), saved(work.begin), saved(work.end), largest)
 
 
 def saved(operations: Iterable[Operation], once: bool = False) -> ByRole:
@@ -147,10 +147,12 @@ def microbatch(s: Setting, sums: Sums, recompute: str) -> MicrobatchBytes:
     divided, stream = parts_of(s.layout), s.activation
     used, outside = region(recompute, s.software), region("none", s.software).keeps
     others = stream * (1 - 1 / divided)
-    kinds = [s.kind(mixed, recompute) for mixed in (False, True)]
-    plain, mixed = (max(0.0, _of(sums.block.get(kind, {}), used.keeps) - others) for kind in kinds)
+    kinds = [
+        sums.block[s.kind(mixed, recompute)] if mixed in s.card.mixed else NO_BLOCK for mixed in (False, True)
+    ]
+    plain, mixed = (max(0.0, _of(kind.saved, used.keeps) - others) for kind in kinds)
     # full recomputation repeats the whole block, the other modes one part at a time
-    parts = sums.parts[kinds[s.card.mixed[-1]]]
+    parts = kinds[s.card.mixed[-1]].parts
     again, inside = 0.0, max(workspace for *_, workspace in parts)
     if repeated := region("none").keeps - used.keeps:
         made = [(_of(once if used.core else sizes, repeated), most) for sizes, once, most in parts]
@@ -160,8 +162,8 @@ def microbatch(s: Setting, sums: Sums, recompute: str) -> MicrobatchBytes:
         mixed,
         _of(sums.begin, outside),
         _of(sums.end, outside),
-        sums.owed.get(kinds[False], 0.0),
-        sums.owed.get(kinds[True], 0.0),
+        kinds[False].owed,
+        kinds[True].owed,
         again,
         inside + stream * (2 if divided > 1 else 1),  # with the gradient of the residual stream
         sums.loss,
@@ -221,18 +223,18 @@ def at_peak(
     return max(moments, key=sum)
 
 
-def predict(s: Setting) -> list[Memory]:
-    """Memory per rank at each pipeline position."""
-    return Predictor(s).of(s.recompute)
+def predict(s: Setting, shared: Sums | None = None) -> list[Memory]:
+    """Memory per rank at each pipeline position. shared: the layout's `sums`, if already known."""
+    return Predictor(s, shared).of(s.recompute)
 
 
 class Predictor:
     """The memory of a setting, for any modes of recomputation of its blocks."""
 
-    def __init__(self, s: Setting):
+    def __init__(self, s: Setting, shared: Sums | None = None):
         self.setting, self.layout, self.by_stage = s, s.layout, s.stages
         self.mixed = s.card.is_mixed
-        self.sums = sums(s)
+        self.sums = shared or sums(s)
         self._modes: dict[str, MicrobatchBytes] = {}
         self.schedule, self.times = live_schedule(s.layout, s.microbatches)
         self.always = transfers(self.microbatch("none"), s.layout, s.microbatches)

@@ -1,40 +1,37 @@
 """Lower bounds of a layout's time and memory, found in microseconds. With them a search leaves out layouts that cannot
-win without pricing them. No bound may exceed the prediction of `predict.price`. Parts that many layouts share are
-computed once: costs and bytes of their operations, positions of their pipelines, elements on a rank."""
+win without pricing them. No bound may exceed the prediction of `predict.price`."""
 
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import replace
 from typing import NamedTuple
 
-from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
 from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.memory import memory, model_states
-from fivefold.plan.memory.memory import MicrobatchBytes, Sums
-from fivefold.plan.memory.model_states import Buffers, Elements
+from fivefold.plan.memory.memory import MicrobatchBytes
+from fivefold.plan.memory.model_states import Buffers
+from fivefold.plan.search.shared import Costs, Key, Position, Share, SharedCosts, undivided, within_block
 from fivefold.plan.search.space import Choice, Space
-from fivefold.plan.setting import Setting, Software, setting, stages
+from fivefold.plan.setting import Setting, Software
 from fivefold.plan.time import stage_costs, time
-from fivefold.plan.time.cost import Cost, slowest
-from fivefold.plan.time.stage_costs import Parts
+from fivefold.plan.time.cost import Cost
+from fivefold.plan.time.stage_costs import pipelined
 from fivefold.schedules.pipeline import SCHEDULES, ends_upwards, most_live
 from fivefold.schedules.timelines import exposed_in_pieces
-from fivefold.sharding.layout import Layout, changed
+from fivefold.sharding.layout import changed
 from fivefold.sharding.parts import ends_of, stages_of
 
 ROUNDING = 1 - 1e-9
 NONE = Buffers()
-Key = tuple[object, ...]
 Live = tuple[tuple[int, ...], tuple[int, ...]]
 """Microbatches in each stage of a position when it holds most: those that wait for backward; for weight gradients."""
 
 
 class RankSeconds(NamedTuple):
     """Seconds of a rank: gradient sums and weight gathers, both without overlap, the optimizer, and what overlap does
-    not hide of sums, gathers, and the messages of each microbatch (`stage_costs.contended`)."""
+    not hide of sums, of gathers, and of the messages of each microbatch."""
 
     reduced: float
     gathered: float
@@ -44,181 +41,23 @@ class RankSeconds(NamedTuple):
     each: float
 
 
-class Share(NamedTuple):
-    """A part of the model: blocks without and with experts, what comes before the blocks and what comes behind."""
-
-    plain: float
-    mixed: float
-    first: float
-    last: float
-
-
-class Costs(NamedTuple):
-    """Costs of what a `Share` counts."""
-
-    plain: Cost
-    mixed: Cost
-    begin: Cost
-    end: Cost
-
-    def of(self, part: Share) -> tuple[float, float]:
-        """Seconds of a part's forward and backward."""
-        (plain, mixed, begin, end), (blocks, with_experts, first, last) = self, part
-        forward = blocks * plain.forward + with_experts * mixed.forward
-        forward = forward + first * begin.forward + last * end.forward
-        backward = blocks * (plain.input + plain.weight) + with_experts * (mixed.input + mixed.weight)
-        backward += first * (begin.input + begin.weight) + last * (end.input + end.weight)
-        return forward, backward
-
-    def hidden(self, part: Share) -> float:
-        """The most seconds of a part's microbatch that pairs hide, of waits for experts' rows. The parts of a whole
-        hide no more together than the whole does."""
-        (forward, backward), mixed = self.of(part), self.mixed
-        there, back = part.mixed * mixed.rows_forward, part.mixed * mixed.rows_backward
-        return min(there, backward - back) + min(back, forward - there)
-
-
-@dataclass(frozen=True)
-class Position:
-    """The ranks of a pipeline position. part: of the model. before: that of the stages before its own. stages: blocks
-    (without, with experts) of each of its own."""
-
-    part: Share
-    before: Share
-    stages: tuple[tuple[int, int], ...]
-    number: int = 0
-
-
-class MicrobatchCost(NamedTuple):
-    """Costs of one microbatch on the slowest device, and its bytes. alone: of a block without and with experts on an
-    average device. slower: the slowest device beside the average."""
-
-    costs: Costs
-    alone: tuple[Cost, Cost]
-    slower: float
-    bytes: MicrobatchBytes
-
-
-def within_block(x: Layout) -> Key:
-    """The fields of a layout on which the operations of a block depend."""
-    return x.tp, x.cp, x.cp_method, x.ep, x.expert_chunks, x.expert_buffer, x.sp, x.sp_regather, x.tp_chunks
-
-
-class SharedCosts:
-    """The shared parts of all layouts of a model on a cluster."""
-
-    def __init__(self, model: ModelSection, cluster: Cluster, software: Software):
-        self.model, self.cluster, self.software = model, cluster, software
-        self.mixed = card_of(model).mixed
-        self._parts: dict[Key, tuple[Parts, Sums]] = {}
-        self._microbatches: dict[Key, MicrobatchCost] = {}
-        self._elements: dict[Key, Elements] = {}
-        self._positions: dict[Key, tuple[Position, ...]] = {}
-        self._groups: dict[Key, tuple[Position, ...]] = {}
-        self._hops: dict[Key, tuple[list[float], list[float]]] = {}
-
-    def setting(self, c: Choice) -> Setting:
-        return setting(self.model, c.layout, self.cluster, c.B, c.count, c.mode, self.software, c.sequences)
-
-    def parts(self, c: Choice) -> tuple[Parts, Sums]:
-        """Seconds and bytes of a layout's operations."""
-        s = self.setting(c)
-        key = (*within_block(c.layout), c.B, c.mode, s.rounded_once)
-        if key not in self._parts:
-            self._parts[key] = stage_costs.parts(s), memory.sums(s)
-        return self._parts[key]
-
-    def microbatch(self, c: Choice) -> MicrobatchCost:
-        """Costs as in `stage_costs.stage_costs`, without what ZeRO adds: communication, and weights that every
-        matmul rounds."""
-        x = c.layout
-        key = (*within_block(x), x.recompute, x.splits_backward, c.B, c.mode, c.count == 1)
-        if key not in self._microbatches:
-            flat = replace(x, dp_replicate=x.dp, dp_shard=1, zero=0) if x.zero else x
-            one = replace(c, layout=flat)
-            (parts, sums), s = self.parts(one), self.setting(one)
-            elements = model_states.elements(self.model, flat)
-            costs = {False: Cost(), True: Cost()}
-            for kind in set(self.mixed):
-                costs[kind] = stage_costs.computed(s, kind, parts, x.recompute)
-                costs[kind] += self._summed(s, elements.blocks[self.mixed.index(kind)].computes)
-            last = parts.end + self._summed(s, elements.behind.computes + elements.tied.computes)
-            alone, slower = (costs[False], costs[True]), slowest(x.ranks, s.cluster.device.spread)
-            slowed = Costs(*(cost.slowed(slower) for cost in (*alone, parts.begin, last)))
-            size = memory.microbatch(s, sums, x.recompute)
-            self._microbatches[key] = MicrobatchCost(slowed, alone, slower, size)
-        return self._microbatches[key]
-
-    def _summed(self, s: Setting, elements: float) -> Cost:
-        """The cost of adding up gradients; none on this machine, where it depends on who shares them."""
-        return Cost() if s.cluster.machine else stage_costs.accumulate(elements, s)
-
-    def elements(self, layout: Layout, part: Share) -> Elements:
-        """Elements of a part of the model."""
-        key = (layout.tp, layout.ep, layout.sp, layout.shards, layout.zero > 0, part)
-        if key not in self._elements:
-            blocks, before, behind, tied = model_states.elements(self.model, layout)
-            parts = [(part.first, before), (part.last, behind), (part.last * (not part.first), tied)]
-            for kind, number in ((False, part.plain), (True, part.mixed)):
-                if number:  # with as much frozen as any block of the kind has, so that a bound stays one
-                    alike = [block for mixed, block in zip(self.mixed, blocks, strict=True) if mixed == kind]
-                    a, b, c, d = map(max, zip(*(block.frozen for block in alike), strict=True))
-                    parts.append((number, alike[0]._replace(frozen=(a, b, c, d))))
-            counted = (elements.times(number) for number, elements in parts if number)
-            self._elements[key] = sum(counted, Elements())
-        return self._elements[key]
-
-    def positions(self, layout: Layout) -> tuple[Position, ...]:
-        """The positions of a pipeline."""
-        key = (layout.pp, layout.schedule, layout.virtual_stages, layout.bare_ends)
-        if key not in self._positions:
-            by_stage, positions = stages(self.model, layout, self.software.partition), []
-            kinds = [(len(numbers), sum(self.mixed[number] for number in numbers)) for numbers in by_stage]
-            blocks = [(count - mixed, mixed) for count, mixed in kinds]  # without and with experts
-            for index in range(layout.pp):
-                held = stages_of(layout, index)
-                own = tuple(blocks[stage] for stage in held)
-                first, last = ends_of(layout, held)
-                ahead = blocks[: min(stage % (len(blocks) // layout.copies) for stage in held)]
-                (plain, mixed), (others, with_experts) = (
-                    map(sum, zip((0, 0), *some, strict=True)) for some in (own, ahead)
-                )
-                part = Share(plain, mixed, first, last)
-                before = Share(others, with_experts, not first, False)
-                positions.append(Position(part, before, own, index))
-            self._positions[key] = tuple(positions)
-        return self._positions[key]
-
-    def groups(self, layout: Layout) -> tuple[Position, ...]:
-        """One pipeline rank of each kind; the last of them, which starts latest."""
-        key = (layout.pp, layout.schedule, layout.virtual_stages, layout.bare_ends)
-        if key not in self._groups:
-            last = {at.part: at for at in self.positions(layout)}
-            self._groups[key] = tuple(last.values())
-        return self._groups[key]
-
-    def hops(self, c: Choice) -> tuple[list[float], list[float]]:
-        """Seconds that an activation takes to each position, and a gradient on the way back."""
-        x = c.layout
-        key = (x.pp, x.tp, x.cp, x.sp, c.B, c.mode)
-        if key not in self._hops:
-            taken = stage_costs.transfers(self.setting(c)) if x.pp > 1 else {}
-            there = accumulate((taken[a, a + 1] for a in range(x.pp - 1)), initial=0.0)
-            back = accumulate((taken[a + 1, a] for a in range(x.pp - 1)), initial=0.0)
-            self._hops[key] = list(there), list(back)
-        return self._hops[key]
+MANY = 2**36
+"""Sequences of a microbatch so large that a sequence takes less in no other: operations take a fixed time and one that
+grows with their size, and matmuls whole tiles. (Those that are measured need not.)"""
+TILES = 1 - 1e-4  # the last ones of those matmuls
 
 
 class Bounds:
-    """Lower bounds of the seconds and bytes of layouts of a model on a cluster. `shape`, `average`, `schedule` and
-    `sharing` bound the seconds: each is tighter than the one before, and slower to compute."""
+    """Lower bounds of the seconds and bytes of layouts of a model on a cluster. `start`, `shape`, `average`,
+    `schedule`, `sharing` and `simulated` bound the seconds: each is tighter than those before, and slower."""
 
     def __init__(self, model: ModelSection, cluster: Cluster, software: Software):
         self.shared = SharedCosts(model, cluster, software)
         self.bytes = LeastBytes(self.shared)
         self.model, self.cluster, self.software = model, cluster, software
-        self.bare = replace(software, overlap_data=False)
         self._starts: dict[Space, list[tuple[float, float, Choice]]] = {}
+        self._many: dict[Key, tuple[float, float, float]] = {}
+        self._pipelines: dict[Key, tuple[float, dict[Share, float]]] = {}
         self._sums: dict[Key, RankSeconds] = {}
         self._all: dict[Key, tuple[RankSeconds, ...]] = {}
         self._ways: dict[Key, tuple[float, float, bool, bool]] = {}
@@ -227,20 +66,44 @@ class Bounds:
         return self.shared.setting(c)
 
     def starts(self, space: Space) -> list[tuple[float, float, Choice]]:
-        """Bounds of seconds and bytes for each shape with its microbatch, recomputation and dtype."""
+        """`start` of each shape with its microbatch, recomputation and dtype."""
         if space not in self._starts:
             self._starts[space] = [
-                (self.shape(c, space), self.bytes.shape(c, space), c) for c in space.starts()
+                (self.start(c, space), self.bytes.start(c, space), c) for c in space.starts()
             ]
         return self._starts[space]
 
+    def start(self, c: Choice, space: Space) -> float:
+        """`shape` or less: by what a sequence takes in a microbatch of `MANY`, found once for all sizes."""
+        if self.shared.exact:
+            return self.shape(c, space)
+        x = c.layout
+        key = (*within_block(x), x.recompute, x.splits_backward, x.pp, c.mode, c.count == 1)
+        if key not in self._many:
+            self._many[key] = self._microbatch(changed(c, B=MANY), space)
+        each, ahead, most = (c.B / MANY * seconds for seconds in self._many[key])
+        return self._shape(c, each, ahead, most) * TILES
+
     def shape(self, c: Choice, space: Space) -> float:
         """Seconds under any schedule and any sharing of states: all work divided evenly, or in whole blocks."""
-        costs, (_, most, _, paired) = self.shared.microbatch(c).costs, self._least(c, space)
-        rows = costs.mixed.rows_forward + costs.mixed.rows_backward if paired else 0.0
-        blocks = {False: costs.plain.seconds, True: costs.mixed.seconds - rows}
-        whole = c.count * most * min(blocks[kind] for kind in set(self.shared.mixed))
-        return (max(self._even(c, space), whole) + self._fixed(c)) * ROUNDING
+        return self._shape(c, *self._microbatch(c, space))
+
+    def _shape(self, c: Choice, each: float, ahead: float, most: float) -> float:
+        return (max(c.count * each + ahead, c.count * most) + self._fixed(c)) * ROUNDING
+
+    def _microbatch(self, c: Choice, space: Space) -> tuple[float, float, float]:
+        """Seconds of a microbatch on an average pipeline rank, until this starts, and on the rank with most blocks."""
+        costs, p, layers = self.shared.microbatch(c).costs, c.layout.pp, self.model.layers
+        mixed, (ahead, most, _, paired) = self.shared.mixed.count(True), self._least(c, space)
+        whole, rows = Share(layers - mixed, mixed, 1, 1), costs.mixed.rows_forward + costs.mixed.rows_backward
+        kinds = [(costs.plain, costs.plain.seconds), (costs.mixed, costs.mixed.seconds - rows * paired)]
+        kinds = [kinds[kind] for kind in set(self.shared.mixed)]
+        work = sum(costs.of(whole)) - costs.hidden(whole) * paired
+        return (
+            work / p,
+            ahead * min(cost.forward for cost, _ in kinds),
+            most * min(seconds for _, seconds in kinds),
+        )
 
     def _least(self, c: Choice, space: Space) -> tuple[float, float, bool, bool]:
         """Of all schedules of a shape: the fewest blocks before an average pipeline rank; the fewest of the rank with
@@ -260,15 +123,6 @@ class Bounds:
             self._ways[key] = ahead, most, everywhere, any(SCHEDULES[x.schedule].paired for x in layouts)
         return self._ways[key]
 
-    def _even(self, c: Choice, space: Space) -> float:
-        """Seconds until an average pipeline rank is done: its part of the work, and the wait until it starts."""
-        costs, p, layers = self.shared.microbatch(c).costs, c.layout.pp, self.model.layers
-        mixed, (ahead, _, _, paired) = self.shared.mixed.count(True), self._least(c, space)
-        whole = Share(layers - mixed, mixed, 1, 1)
-        kinds = [cost for cost, number in ((costs.plain, layers - mixed), (costs.mixed, mixed)) if number]
-        work = sum(costs.of(whole)) - costs.hidden(whole) * paired
-        return c.count * work / p + ahead * min(cost.forward for cost in kinds)
-
     def average(self, c: Choice, space: Space) -> float:
         """`shape` plus the exposed gradient and weight traffic of an average pipeline rank. Traffic is linear in a
         rank's blocks and `exposed_in_pieces` is convex, so this is a lower bound (Jensen). It needs parameters on each
@@ -278,9 +132,9 @@ class Bounds:
             return self.shape(c, space)
         mixed = self.shared.mixed.count(True) / p
         part = Share(self.model.layers / p - mixed, mixed, 1 / p, 1 / p)
+        each, ahead, _ = self._microbatch(c, space)
         sent = self._least_sent(c, space, part, *self.shared.microbatch(c).costs.of(part))
-        seconds = self._even(c, space) + sent + self._fixed(c)
-        return max(seconds * ROUNDING, self.shape(c, space))
+        return (c.count * each + ahead + sent + self._fixed(c)) * ROUNDING
 
     def schedule(self, c: Choice, space: Space) -> float:
         """Seconds of a schedule under any sharing of states: the forward of the stages before a rank, its own work,
@@ -308,6 +162,25 @@ class Bounds:
             longest = max(longest, end + self._unhidden(c, self._sent(c, at.part), forward, backward))
         return (longest + self._fixed(c)) * ROUNDING
 
+    def simulated(self, c: Choice) -> float:
+        """`sharing` with the pipeline's simulation, which layouts share that send nothing in every microbatch."""
+        x = c.layout
+        if x.pp == 1 or x.zero == 3 or self.cluster.machine:
+            return 0.0
+        key = (*within_block(x), x.recompute, c.B, c.count, c.mode, pipelined(x), x.bare_ends)
+        if key not in self._pipelines:
+            one = undivided(c)
+            s, shared = self.setting(one), self.shared.operations(one).parts
+            makespan, ends, _ = stage_costs.pipeline(s, stage_costs.stage_costs(s, shared))
+            last = dict[Share, float]()
+            for at in self.shared.positions(x):
+                last[at.part] = max(last.get(at.part, 0.0), ends[at.number])
+            self._pipelines[key] = makespan, last
+        (longest, last), costs = self._pipelines[key], self.shared.microbatch(c).costs
+        for part, end in last.items():
+            longest = max(longest, end + self._unhidden(c, self._sent(c, part), *costs.of(part)))
+        return (longest + self._fixed(c)) * ROUNDING
+
     def _ends(self, c: Choice, costs: Costs) -> tuple[list[tuple[float, Position, float, float]], float]:
         """When positions have computed all their microbatches, at the earliest; with the position, and its forward and
         backward of one microbatch. And the earliest end of the step that is no position's: a microbatch passes all
@@ -332,13 +205,12 @@ class Bounds:
 
     def _least_sent(self, c: Choice, space: Space, part: Share, forward: float, backward: float) -> float:
         """Seconds that sums, gathers and the optimizer add under any sharing of states. Of the waits of ZeRO 2 and 3
-        within microbatches only what nothing hides is counted, and none in one of them, since waits hide no more of the
-        sums than they take."""
+        within microbatches only what nothing hides is counted, none in one of them, since waits hide no more of the
+        sums than they take, and none beside pairs, which may hide more for them."""
         x = c.layout
         key = (x.tp, x.sp, x.cp, x.pp, x.ep, x.dp, part, c.mode)
         if key not in self._all:
-            shape = replace(x, dp_replicate=x.dp, dp_shard=1, zero=0)
-            layouts = space.sharings(shape)
+            layouts = space.sharings(undivided(c).layout)
             sums = {self._sent(changed(c, layout=layout), part) for layout in layouts}
             # those that no other one undercuts: exposed seconds grow with the seconds of messages
             self._all[key] = tuple(
@@ -346,7 +218,7 @@ class Bounds:
                 for some in sums
                 if not any(other != some and all(map(operator.le, other, some)) for other in sums)
             )
-        others = max(0, c.count // x.copies - 1)
+        others = 0 if x.pp > 1 and x.ep > 1 else max(0, c.count // x.copies - 1)
         return min(self._unhidden(c, sums, forward, backward) + others * sums.each for sums in self._all[key])
 
     def _unhidden(self, c: Choice, sums: RankSeconds, forward: float, backward: float) -> float:
@@ -363,11 +235,15 @@ class Bounds:
         key = (x.tp, x.sp, x.cp, x.pp, x.ep, x.zero, x.dp_replicate, x.dp_shard, part, c.mode)
         if key not in self._sums:
             own = self.shared.elements(x, part)
-            s = replace(self.setting(c), software=self.bare)
-            alone = *stage_costs.per_step(s, own, 0.0, 0.0), time.optimizer(s, own)
-            hidden = self.cluster.device.contended and self.software.overlap_data
+            s = self.setting(c)
+            once, each, alone = stage_costs.sent(own, s)
             self._sums[key] = RankSeconds(
-                *alone, *(stage_costs.contended(s, own) if hidden else (0.0, 0.0, 0.0))
+                once.scattered + alone + once.out,
+                once.gathered + once.into,
+                time.optimizer(s, own),
+                once.scattering,
+                once.gathering,
+                2 * each.gathering + each.scattering,
             )
         return self._sums[key]
 
@@ -391,7 +267,7 @@ class LeastBytes:
     def of(self, c: Choice, buffers: bool = True) -> float:
         """Bytes of the ranks that probably hold most. Without buffers it is a bound for every way to share states, if
         this layout's is the one that keeps least."""
-        x, size, most = c.layout, self.shared.microbatch(c).bytes, 0.0
+        x, size, most = c.layout, self.shared.bytes(c), 0.0
         key = (*within_block(x), x.recompute, c.B, c.mode, c.count, x.pp, x.schedule, x.virtual_stages)
         if key not in self._kept:
             self._kept[key] = []  # with each position the bytes that its live microbatches keep, and one does
@@ -407,9 +283,9 @@ class LeastBytes:
             states, late, besides = self._held(c, at.part)
             besides, last = besides if buffers else NONE, bool(at.part.last)
             # gradients of several stages need not exist at once, nor any of them when most is live
-            some = late * (len(at.stages) > 1)
-            for held, active in ((states - late * (not _settles(c)), kept), (states - some, 0.0)):
-                most = max(most, held + sum(memory.at_peak(size, besides, active, each, last)))
+            fullest, behind = late * (not _settles(c)), late * (len(at.stages) > 1)
+            for less, active in ((fullest, kept), (behind, 0.0))[: 1 + (behind < fullest)]:
+                most = max(most, states - less + sum(memory.at_peak(size, besides, active, each, last)))
         return ROUNDING * (most + memory.transfers(size, x, c.count))
 
     def _fullest(self, c: Choice) -> list[tuple[Position, Live]]:
@@ -438,9 +314,19 @@ class LeastBytes:
             self._states[key] = held, late, model_states.buffers(s, bool(part.first), bool(part.last))
         return self._states[key]
 
+    def start(self, c: Choice, space: Space) -> float:
+        """`shape` or less, as `Bounds.start`."""
+        if self.shared.exact:
+            return self.shape(c, space)
+        size = self.shared.bytes(changed(c, B=MANY))
+        return self._shape(c, space, MicrobatchBytes._make(c.B / MANY * some for some in size))
+
     def shape(self, c: Choice, space: Space) -> float:
         """Bytes of the first ranks under any schedule, with states shared as widely as possible."""
-        x, size = c.layout, self.shared.microbatch(c).bytes
+        return self._shape(c, space, self.shared.bytes(c))
+
+    def _shape(self, c: Choice, space: Space, size: MicrobatchBytes) -> float:
+        x = c.layout
         # the smallest part of the model, the fewest blocks times microbatches
         key = (x.pp, c.count, x.tp > 1, x.cp > 1, x.ep > 1)
         if key not in self._fewest:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice, product
 from operator import itemgetter
 from typing import Any
@@ -41,15 +42,14 @@ from fivefold.sharding.tiers import BESIDE, EARLY, NOT_OFFLOADED, OFFLOADS, WIND
 GLIMPSE = 32
 LOOKED, SLOWER = 32, 4 / 3  # plans whose recomputation is thinned out; a step with it beside one without
 FOLDED = 4  # times as many are looked at, if many of them differ little
-PRICED = 4  # the level of a full prediction, after four levels of bounds
+PRICED = 6  # the level of a full prediction, after six levels of bounds
 Order = tuple[int, ...]
 """A layout's place in the space. The first of equal layouts wins, so that a search always gives the same result."""
 FEW = 4  # layouts per size of a microbatch that are tried with offload; pipelines of the second round
 ROOMIER = 2  # times the memory that is looked beyond: devices have no more of it
 ROOM = 1.25  # memory that the second round may save, beside what there is
 MOST_SEARCHES = 64  # for the fewest devices, between a bound and twice as many nodes
-SMALLEST = 20  # if nothing fits, the layouts with the least bytes that are counted exactly
-COUNTED = 100  # the same for each larger number of devices
+COUNTED = 100  # if nothing fits, the layouts that are counted exactly, of each number of devices
 TRIED = 24  # numbers of devices between a bound and the first doubling that does
 MOST_DEVICES = 2**17
 
@@ -122,15 +122,22 @@ class Search:
         seconds, _, order, level, what = heapq.heappop(self._heap)
         if level == PRICED:
             return what
-        (self._average, self._schedules, self._sharings, self._price)[level](seconds, order, what)
+        levels = (self._shape, self._average, self._schedules, self._sharings, self._pipeline, self._price)
+        levels[level](seconds, order, what)
         return None
 
     def _push(self, seconds: float, level: int, order: Order, what: Any, peak: float = 0.0) -> None:
         if seconds < self.below:
             heapq.heappush(self._heap, (seconds, peak, order, level, what))
 
+    def _shape(self, seconds: float, order: Order, c: Choice) -> None:
+        if self.bounds.bytes.shape(c, self.space) <= self.most:
+            self._push(max(seconds, self.bounds.shape(c, self.space)), 1, order, c)
+        else:
+            self.lost += self.space.kinds(c.layout)
+
     def _average(self, seconds: float, order: Order, c: Choice) -> None:
-        self._push(max(seconds, self.bounds.average(c, self.space)), 1, order, c)
+        self._push(max(seconds, self.bounds.average(c, self.space)), 2, order, c)
 
     def _schedules(self, seconds: float, order: Order, c: Choice) -> None:
         lean = self.space.leanest(c.layout)
@@ -140,37 +147,63 @@ class Search:
                 self.lost += len(self.space.ways_to_share(c.layout))
                 continue
             one = changed(c, layout=changed(c.layout, **way))
-            self._push(max(seconds, self.bounds.schedule(one, self.space)), 2, (*order, number), one)
+            self._push(max(seconds, self.bounds.schedule(one, self.space)), 3, (*order, number), one)
 
     def _sharings(self, seconds: float, order: Order, c: Choice) -> None:
         for number, layout in enumerate(self.space.sharings(c.layout)):
             one = changed(c, layout=layout)
             if self.bounds.bytes.of(one) <= self.most:
-                self._push(max(seconds, self.bounds.sharing(one)), 3, (*order, number), one)
+                self._push(max(seconds, self.bounds.sharing(one)), 4, (*order, number), one)
             else:
                 self.lost += 1
 
+    def _pipeline(self, seconds: float, order: Order, c: Choice) -> None:
+        self._push(max(seconds, self.bounds.simulated(c)), 5, order, c)
+
     def _price(self, seconds: float, order: Order, c: Choice) -> None:
         self.tried += 1
-        s = self.bounds.setting(c)
-        memory = held(s)
+        s, shared = self.bounds.setting(c), self.bounds.shared.operations(c)
+        memory = held(s, shared.sums)
         if round(max(m.total for m in memory)) <= self.most:
-            plan = Plan(s, memory, step(s, shared=self.bounds.shared.parts(c)[0]))
+            plan = Plan(s, memory, step(s, shared=shared.parts))
             self._push(plan.step.seconds, PRICED, order, plan, plan.peak_bytes)
         else:
             self.lost += 1
 
-    def smallest(self) -> Plan:
-        """The layout with the least memory among those with the least bounds."""
-        starts = heapq.nsmallest(SMALLEST, self.bounds.starts(self.space), key=lambda start: start[1])
-        choices = (
-            changed(c, layout=changed(layout, **way))
-            for _, _, c in starts
-            for layout in self.space.sharings(c.layout)
-            for way in self.space.schedules(c.layout)
-        )
-        smallest = heapq.nsmallest(SMALLEST, choices, key=self.bounds.bytes.of)
-        return min((price(self.bounds.setting(c)) for c in smallest), key=lambda plan: plan.peak_bytes)
+    def by_bytes(self, most: float = math.inf) -> Iterator[tuple[float, float, Choice]]:
+        """(bytes, a bound of those of all layouts to come, layout): layouts whose bound is at most `most`, those with
+        the least bounds first."""
+        space, least = self.space, self.bounds.bytes
+        heap = [(least.start(c, space), (number,), 0, c) for number, c in enumerate(space.starts())]
+        heapq.heapify(heap)
+        while heap and heap[0][0] <= most:
+            _, order, level, c = heapq.heappop(heap)
+            found = list[tuple[float, Choice]]()
+            if level == 0:
+                found.append((least.shape(c, space), c))
+            elif level == 1:
+                lean = space.leanest(c.layout)
+                for way in space.schedules(c.layout):
+                    size = least.of(changed(c, layout=changed(lean, **way)), buffers=False)
+                    found.append((size, changed(c, layout=changed(c.layout, **way))))
+            elif level == 2:
+                ones = (changed(c, layout=layout) for layout in space.sharings(c.layout))
+                found += ((least.of(one), one) for one in ones)
+            else:
+                ranks = held(self.bounds.setting(c), self.bounds.shared.operations(c).sums)
+                yield max(m.total for m in ranks), heap[0][0] if heap else math.inf, c
+            for number, (size, one) in enumerate(found):
+                heapq.heappush(heap, (size, (*order, number), level + 1, one))
+
+    def smallest(self) -> tuple[Plan, bool]:
+        """The layout with the least memory; True if no other has less, False if not all were counted that may."""
+        best, sure = (math.inf, None), False
+        for size, rest, c in islice(self.by_bytes(), COUNTED):
+            best = min(best, (size, c), key=itemgetter(0))
+            if sure := best[0] <= rest:
+                break
+        assert best[1] is not None, "a space has layouts"
+        return price(self.bounds.setting(best[1])), sure
 
 
 @contextmanager
@@ -230,7 +263,7 @@ def search(
     rejected = {reason: n for reason, n in counts.items() if n}
     if not plans:
         plans, same = fold(offloaded(space, bounds), top)
-        binding, why = limits(plans, None, None, None), _nothing_fits(space, bounds, run.smallest())
+        binding, why = limits(plans, None, None, None), _nothing_fits(space, bounds, *run.smallest())
         return Found(plans, considered, rejected, same, reasons(plans), binding, why)
 
     def within(most: float) -> Plan | None:
@@ -260,7 +293,7 @@ def tuned(
     def priced(c: Choice) -> Iterator[Plan]:
         if c not in tried and space.allows(c) and bounds.sharing(c) < late:
             tried.add(c)
-            plan = price(bounds.setting(c), bounds.shared.parts(c)[0])
+            plan = price(bounds.setting(c), bounds.shared.operations(c).parts)
             if plan.peak_bytes <= most and plan.step.seconds < late:
                 yield plan
 
@@ -272,7 +305,7 @@ def tuned(
             c = replace(c, layout=replace(c.layout, schedule=name, virtual_stages=1))
         if c.layout.schedule != name or not space.allows(c):
             continue
-        s, shared = bounds.setting(c), bounds.shared.parts(c)[0]
+        s, shared = bounds.setting(c), bounds.shared.operations(c).parts
         costs = stage_costs.of_longest(s, stage_costs.stage_costs(s, shared))
         for fields in made.tries(c.layout.pp, c.count, costs):
             yield from priced(replace(c, layout=replace(c.layout, **fields)))
@@ -286,13 +319,16 @@ def _choice(plan: Plan) -> Choice:
 def offloaded(space: Space, bounds: Bounds) -> list[Plan]:
     """The layouts, fastest first, that fit if they offload something, where none fits without. They are among those
     with the least bytes, and with the least seconds, for each size of a microbatch."""
-    by_size: dict[int, list[tuple[float, float, Choice]]] = {}
-    for start in bounds.starts(space):
-        by_size.setdefault(start[2].B, []).append(start)
+    by_size: dict[int, list[Choice]] = {}
+    for c in space.starts():
+        by_size.setdefault(c.B, []).append(c)
     found = []
     for starts in by_size.values():
-        least = (heapq.nsmallest(FEW, starts, key=itemgetter(bound)) for bound in (0, 1))
-        for c in dict.fromkeys(c for each in least for *_, c in each):
+        least = (
+            heapq.nsmallest(FEW, starts, key=partial(bound, space=space))
+            for bound in (bounds.shape, bounds.bytes.shape)
+        )
+        for c in dict.fromkeys(c for each in least for c in each):
             schedules = space.schedules(c.layout)[:FEW]
             for layout in {c.layout, space.leanest(c.layout)}:
                 for way, offload, update in product(schedules, OFFLOADS, (BESIDE, EARLY)):
@@ -309,27 +345,40 @@ def fewest_devices(
     recipe: Recipe, cluster: Cluster, asked: Questions, software: Software | None = None
 ) -> tuple[Plan | None, int]:
     """(the best plan on the fewest whole nodes that meet the deadline, or None; the step between the numbers of nodes
-    that were tried). They begin at a bound: nodes that compute as fast as one alone, and wait for nothing."""
-    assert asked.deadline is not None
-    full, each = resolved(recipe), cluster.per_node
+    that were tried). They begin at a bound: nodes that compute as fast as one alone, and wait for nothing. A plan on
+    more nodes may be slower, so once a number meets the deadline all smaller ones are tried, too."""
+    full, each, deadline = resolved(recipe), cluster.per_node, asked.deadline
+    assert deadline is not None
     software = for_recipe(software or software_of(cluster), recipe)
     tokens = full.train.global_batch_size * full.model.seq_len
-    needed = asked.deadline / (asked.tokens / tokens)
+    needed = deadline / (asked.tokens / tokens)
     node = replace(cluster, devices=each)
     alone = Bounds(full.model, node, software).starts(Space(full, node))
     least = min((seconds for seconds, _, _ in alone), default=0.0) - software.step
     first = max(1, math.floor(least / needed))
-    stride = max(1, first // MOST_SEARCHES)
-    for nodes in range(first, first + 2 * stride * MOST_SEARCHES, stride):
+
+    @_uncollected()
+    def on(nodes: int) -> Plan | None:
+        """The best plan on so many nodes, if it meets the deadline."""
         sized = replace(cluster, devices=nodes * each)
         with suppress(UserError):  # no layout divides the batch
-            space = space_of(recipe, sized)
-            run = Search(space, Bounds(full.model, sized, software), limit(sized), SLOWER * needed)
+            space, bounds = space_of(recipe, sized), Bounds(full.model, sized, software)
+            if all(seconds > needed for seconds, _, _ in bounds.starts(space)):
+                return None
+            run = Search(space, bounds, limit(sized), SLOWER * needed)
             plans = [within_budget(plan, int(run.most)) for plan in islice(run.plans(), FEW)]
             best = min(plans, key=lambda plan: plan.step.seconds, default=None)
-            if best and answer(best := with_stalls(best, recipe), asked)["days"] * DAY <= asked.deadline:
-                return best, stride
-    return None, stride
+            if best and answer(best := with_stalls(best, recipe), asked)["days"] * DAY <= deadline:
+                return best
+        return None
+
+    stride = 2 ** math.floor(math.log2(max(1, first // MOST_SEARCHES)))
+    some = range(math.ceil(first / stride) * stride, first + 2 * max(first, MOST_SEARCHES), stride)
+    found = next(filter(None, map(on, some)), None)
+    if found is None:
+        return None, stride
+    smaller = (nodes for nodes in range(first, found.layout.ranks // each) if nodes % stride)
+    return next(filter(None, map(on, smaller)), found), 1
 
 
 def space_of(recipe: Recipe, cluster: Cluster, modes: tuple[str, ...] = ()) -> Space:
@@ -368,9 +417,9 @@ def apply(recipe: Recipe, plan: Plan) -> Recipe:
     return changed.model_copy(update={"precision": precision})
 
 
-def _nothing_fits(space: Space, bounds: Bounds, near: Plan) -> str:
-    """The message for layouts that do not fit: memory of the smallest, and a number of devices that is enough with full
-    recomputation and one sequence at a time."""
+def _nothing_fits(space: Space, bounds: Bounds, near: Plan, known: bool) -> str:
+    """The message for layouts that do not fit: memory of the smallest (known: no other has less), and a number of
+    devices that is enough."""
     cluster, most, s = space.cluster, limit(space.cluster), near.setting
     if most <= 0:
         return (
@@ -378,7 +427,8 @@ def _nothing_fits(space: Space, bounds: Bounds, near: Plan) -> str:
             f"the runtime takes {cluster.device.reserve / GIB:.1f} GiB"
         )
     smallest = (
-        f"no layout fits: the smallest of {space.size}, {to_text(near.layout)} with microbatches of {s.sizes.B} in "
+        f"no layout fits: the smallest {'' if known else 'found '}of {space.size}, "
+        f"{to_text(near.layout)} with microbatches of {s.sizes.B} in "
         f"{s.mode}, needs {near.peak_bytes / GIB:.1f} GiB of {most / GIB:.1f} GiB per device. "
     )
     if near.peak_bytes <= limit(cluster, margin=False):
@@ -389,18 +439,12 @@ def _nothing_fits(space: Space, bounds: Bounds, near: Plan) -> str:
     sure = True  # that no smaller number is enough
     for number, devices in enumerate(_numbers(max(least, cluster.devices + 1), cluster.per_node)):
         larger = replace(space, cluster=replace(cluster, devices=devices))
-        choices = [
-            larger.choice(replace(layout, recompute="full"), 1, mode)
-            for shape in larger.shapes
-            for layout in larger.sharings(shape)
-            for mode in larger.precisions
-        ]
-        leanest = heapq.nsmallest(COUNTED + 1, choices, key=bounds.bytes.of)
-        for c in (c for c in leanest[:COUNTED] if bounds.bytes.of(c) <= most):
-            if max(m.total for m in held(bounds.setting(c))) <= most:
+        counted = Search(larger, bounds, most).by_bytes(most)
+        for size, _, c in islice(counted, COUNTED):
+            if size <= most:
                 fewer = "" if sure and number < TRIED else ", if not fewer"
                 return f"{smallest}{cluster.name}:{devices} would be enough{fewer} ({to_text(c.layout)})"
-        sure = sure and not (len(leanest) > COUNTED and bounds.bytes.of(leanest[-1]) <= most)
+        sure = sure and next(counted, None) is None
     many = f"No tried number of devices up to {MOST_DEVICES} is enough: the batch or the blocks are too large"
     return smallest + many
 

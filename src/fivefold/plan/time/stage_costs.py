@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
-from fivefold.models.operations import Kind, Message, Operation
+from fivefold.models.operations import ByKind, Kind, Message, Operation
 from fivefold.models.recomputation import region
 from fivefold.plan.memory import model_states
 from fivefold.plan.memory.model_states import Elements
@@ -39,7 +40,7 @@ class Parts:
     the blocks.
     """
 
-    operations: dict[Kind, tuple[list[Operation], list[Cost]]]
+    operations: ByKind[tuple[list[Operation], list[Cost]]]
     begin: Cost
     end: Cost
     blocks: dict[tuple[Kind, str, bool], Cost] = field(default_factory=dict)
@@ -54,7 +55,7 @@ class Parts:
 
 def parts(s: Setting) -> Parts:
     """Costs of a setting's operations, for any layout with these axes."""
-    blocks = {kind: (ops, [operation(op, s) for op in ops]) for kind, ops in s.work.block.items()}
+    blocks = ByKind(lambda kind: ((ops := s.work.block[kind]), [operation(op, s) for op in ops]))
     norm, *loss = s.work.end
     last = part(loss, s)
     if s.software.loss == "chunks":  # which computes its gradients in forward
@@ -251,29 +252,58 @@ def accumulate(elements: float, s: Setting) -> Cost:
     return Cost(weight=stream(size, s.cluster.device, "accumulate", s.dtype))
 
 
+class Sent(NamedTuple):
+    """Seconds of messages of data parallelism. gathered: of weights, before forward and before backward, or once per
+    step. scattered: of gradients, with what sums them. into, out: of FSDP2's copies for gathers and for the others.
+    gathering, scattering: of both messages in which the device cannot compute (`communication.held`)."""
+
+    gathered: float = 0.0
+    scattered: float = 0.0
+    into: float = 0.0
+    out: float = 0.0
+    gathering: float = 0.0
+    scattering: float = 0.0
+
+    def and_of(self, sync: Sync, seconds: float, copied: float, holds: float) -> Sent:
+        """With one more message."""
+        a, b, into, out, gathering, scattering = self
+        if sync.what == "gather":
+            return Sent(a + seconds, b, into + copied, out, gathering + holds, scattering)
+        return Sent(a, b + seconds, into, out + copied, gathering, scattering + holds)
+
+
 def per_microbatch(own: Elements, cost: Cost, s: Setting) -> Cost:
     """Cost of the messages of data parallelism that a block sends in every microbatch.
 
     Those that the software overlaps run beside the neighbouring block, which costs as much. Beside those of the
     parameters outside of blocks, which are needed first and summed last, there is nothing.
     """
-    forward = scattered = into = out = 0.0
-    busy = [0.0, 0.0]  # seconds of gathers and scatters in which the CPU itself copies
-    for sync, seconds, copied in synced(own, s):
-        if sync.each:
-            busy[sync.what != "gather"] += held(seconds, s.group(sync.group), s.cluster)
-        if sync.each and sync.what == "gather":  # before forward and before backward
-            forward, into = forward + seconds, into + copied
-        elif sync.each:
-            scattered, out = scattered + seconds, out + copied
-    if not forward + scattered:
+    gathered, scattered, into, out, gathering, scattering = sent(own, s)[1]
+    if not gathered + scattered:
         return Cost()
-    backward = forward + scattered
+    forward, backward = gathered, gathered + scattered
     if s.software.overlap_data:
-        forward = exposed(forward, busy[0], cost.forward)
-        alone, copying = (0.0, sum(busy)) if s.software.overlap_scatter else (scattered, busy[0])
+        forward = exposed(forward, gathering, cost.forward)
+        alone, copying = (
+            (0.0, gathering + scattering) if s.software.overlap_scatter else (scattered, gathering)
+        )
         backward = alone + exposed(backward - alone, copying, cost.input + cost.weight)
     return Cost(forward + into, backward + into + out, 0.0, forward, backward)
+
+
+def sent(own: Elements, s: Setting) -> tuple[Sent, Sent, float]:
+    """Messages of data parallelism for a rank's elements: once per step, in every microbatch, and the seconds of
+    scatters once per step that nothing hides; they are not in the first."""
+    once, each, alone = Sent(), Sent(), 0.0
+    for sync, seconds, copied in synced(own, s):
+        holds = held(seconds, s.group(sync.group), s.cluster)
+        if sync.each:
+            each = each.and_of(sync, seconds, copied, holds)
+        elif sync.what == "scatter" and not s.software.overlap_scatter:
+            once, alone = once.and_of(sync, 0.0, copied, 0.0), alone + seconds
+        else:
+            once = once.and_of(sync, seconds, copied, holds)
+    return once, each, alone
 
 
 def synced(own: Elements, s: Setting) -> Iterator[tuple[Sync, float, float]]:
@@ -333,37 +363,15 @@ def per_step(s: Setting, own: Elements, backward: float, forward: float) -> tupl
     backward, forward: seconds of one of its microbatches, with which they overlap.
     """
     blocks = max(1, s.model.layers // s.layout.pp)
-    reduced = gathered = alone = 0.0
-    copies = [0.0, 0.0]  # into scatters, out of gathers
-    busy = [0.0, 0.0]  # seconds of sums and gathers in which the CPU itself copies
-    for sync, seconds, copied in synced(own, s):
-        if sync.each:
-            continue
-        if sync.what == "scatter" and not s.software.overlap_scatter:
-            alone, copies[0] = alone + seconds, copies[0] + copied
-            continue
-        busy[sync.what == "gather"] += held(seconds, s.group(sync.group), s.cluster)
-        if sync.what == "gather":
-            gathered, copies[1] = gathered + seconds, copies[1] + copied
-        else:
-            reduced, copies[0] = reduced + seconds, copies[0] + copied
+    once, _, alone = sent(own, s)
     if s.layout.compress != NONE:
-        reduced, *after = compressed_sums(s, own)
-        copies[0], busy[0] = sum(after), held(reduced, s.group("batch"), s.cluster)
+        first, *after = compressed_sums(s, own)
+        once = Sent(0.0, first, 0.0, sum(after), 0.0, held(first, s.group("batch"), s.cluster))
+    reduced, gathered = once.scattered, once.gathered
     if s.software.overlap_data:
-        reduced = exposed_in_pieces(reduced, busy[0], backward, summed_pieces(s, own))
-        gathered = exposed_in_pieces(gathered, busy[1], forward, blocks)
-    return reduced + alone + copies[0], gathered + copies[1]
-
-
-def contended(s: Setting, own: Elements) -> tuple[float, float, float]:
-    """Seconds of messages that computation beside them does not hide, though they overlap: of a step's gradient sums,
-    of its weight gathers, and of the messages of a microbatch."""
-    found = {"scatter": 0.0, "sum": 0.0, "gather": 0.0, "each": 0.0}
-    for sync, seconds, _ in synced(own, s):
-        often = 1 + (sync.each and sync.what == "gather")  # before forward and before backward
-        found["each" if sync.each else sync.what] += often * held(seconds, s.group(sync.group), s.cluster)
-    return found["scatter"] + found["sum"], found["gather"], found["each"]
+        reduced = exposed_in_pieces(reduced, once.scattering, backward, summed_pieces(s, own))
+        gathered = exposed_in_pieces(gathered, once.gathering, forward, blocks)
+    return reduced + alone + once.out, gathered + once.into
 
 
 def summed_pieces(s: Setting, own: Elements) -> int:

@@ -1,0 +1,219 @@
+"""What the layouts of a search share, computed once: costs and bytes of their operations, positions of their pipelines,
+elements on a rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+from fivefold.models.card import card_of
+from fivefold.models.section import ModelSection
+from fivefold.plan.cluster.devices import Cluster
+from fivefold.plan.memory import memory, model_states
+from fivefold.plan.memory.memory import MicrobatchBytes, Sums
+from fivefold.plan.memory.model_states import Elements
+from fivefold.plan.search.space import Choice
+from fivefold.plan.setting import Setting, Software, setting, stages
+from fivefold.plan.time import stage_costs
+from fivefold.plan.time.cost import Cost, slowest
+from fivefold.plan.time.stage_costs import Parts
+from fivefold.sharding.layout import Layout, changed
+from fivefold.sharding.parts import ends_of, stages_of
+
+Key = tuple[object, ...]
+
+
+class Share(NamedTuple):
+    """A part of the model: blocks without and with experts, what comes before the blocks and what comes behind."""
+
+    plain: float
+    mixed: float
+    first: float
+    last: float
+
+
+class Costs(NamedTuple):
+    """Costs of what a `Share` counts."""
+
+    plain: Cost
+    mixed: Cost
+    begin: Cost
+    end: Cost
+
+    def of(self, part: Share) -> tuple[float, float]:
+        """Seconds of a part's forward and backward."""
+        (plain, mixed, begin, end), (blocks, with_experts, first, last) = self, part
+        forward = blocks * plain.forward + with_experts * mixed.forward
+        forward = forward + first * begin.forward + last * end.forward
+        backward = blocks * (plain.input + plain.weight) + with_experts * (mixed.input + mixed.weight)
+        backward += first * (begin.input + begin.weight) + last * (end.input + end.weight)
+        return forward, backward
+
+    def hidden(self, part: Share) -> float:
+        """The most seconds of a part's microbatch that pairs hide, of waits for experts' rows. The parts of a whole
+        hide no more together than the whole does."""
+        (forward, backward), mixed = self.of(part), self.mixed
+        there, back = part.mixed * mixed.rows_forward, part.mixed * mixed.rows_backward
+        return min(there, backward - back) + min(back, forward - there)
+
+
+@dataclass(frozen=True)
+class Position:
+    """The ranks of a pipeline position. part: of the model. before: that of the stages before its own. stages: blocks
+    (without, with experts) of each of its own."""
+
+    part: Share
+    before: Share
+    stages: tuple[tuple[int, int], ...]
+    number: int = 0
+
+
+class MicrobatchCost(NamedTuple):
+    """Costs of one microbatch on the slowest device. alone: of a block without and with experts on an average device.
+    slower: the slowest device beside the average."""
+
+    costs: Costs
+    alone: tuple[Cost, Cost]
+    slower: float
+
+
+class Operations:
+    """What layouts share that compute the same operations: their seconds and their bytes, found when asked for."""
+
+    def __init__(self, s: Setting):
+        self.setting = s
+
+    @cached_property
+    def parts(self) -> Parts:
+        return stage_costs.parts(self.setting)
+
+    @cached_property
+    def sums(self) -> Sums:
+        return memory.sums(self.setting)
+
+
+def within_block(x: Layout) -> Key:
+    """The fields of a layout on which the operations of a block depend."""
+    return x.tp, x.cp, x.cp_method, x.ep, x.expert_chunks, x.expert_buffer, x.sp, x.sp_regather, x.tp_chunks
+
+
+class SharedCosts:
+    """The shared parts of all layouts of a model on a cluster."""
+
+    def __init__(self, model: ModelSection, cluster: Cluster, software: Software):
+        self.model, self.cluster, self.software = model, cluster, software
+        self.mixed = card_of(model).mixed
+        self.exact = bool(cluster.machine or software.documents)  # no price grows with its size alone
+        self._operations: dict[Key, Operations] = {}
+        self._microbatches: dict[Key, MicrobatchCost] = {}
+        self._bytes: dict[Key, MicrobatchBytes] = {}
+        self._elements: dict[Key, Elements] = {}
+        self._positions: dict[Key, tuple[Position, ...]] = {}
+        self._groups: dict[Key, tuple[Position, ...]] = {}
+        self._hops: dict[Key, tuple[list[float], list[float]]] = {}
+
+    def setting(self, c: Choice) -> Setting:
+        return setting(self.model, c.layout, self.cluster, c.B, c.count, c.mode, self.software, c.sequences)
+
+    def operations(self, c: Choice) -> Operations:
+        """Seconds and bytes of a layout's operations."""
+        s = self.setting(c)
+        key = (*within_block(c.layout), c.layout.splits_backward, c.B, c.mode, s.rounded_once)
+        if key not in self._operations:
+            self._operations[key] = Operations(s)
+        return self._operations[key]
+
+    def microbatch(self, c: Choice) -> MicrobatchCost:
+        """Costs as in `stage_costs.stage_costs`, without what ZeRO adds: communication, and weights that every
+        matmul rounds."""
+        x = c.layout
+        key = (*within_block(x), x.recompute, x.splits_backward, c.B, c.mode, c.count == 1)
+        if key not in self._microbatches:
+            one = undivided(c)
+            parts, s = self.operations(one).parts, self.setting(one)
+            elements = model_states.elements(self.model, one.layout)
+            costs = {False: Cost(), True: Cost()}
+            for kind in set(self.mixed):
+                costs[kind] = stage_costs.computed(s, kind, parts, x.recompute)
+                costs[kind] += self._summed(s, elements.blocks[self.mixed.index(kind)].computes)
+            last = parts.end + self._summed(s, elements.behind.computes + elements.tied.computes)
+            alone, slower = (costs[False], costs[True]), slowest(x.ranks, s.cluster.device.spread)
+            slowed = Costs(*(cost.slowed(slower) for cost in (*alone, parts.begin, last)))
+            self._microbatches[key] = MicrobatchCost(slowed, alone, slower)
+        return self._microbatches[key]
+
+    def bytes(self, c: Choice) -> MicrobatchBytes:
+        """Bytes of a microbatch."""
+        x = c.layout
+        key = (*within_block(x), x.recompute, x.splits_backward, c.B, c.mode)
+        if key not in self._bytes:
+            one = undivided(c)
+            self._bytes[key] = memory.microbatch(self.setting(one), self.operations(one).sums, x.recompute)
+        return self._bytes[key]
+
+    def _summed(self, s: Setting, elements: float) -> Cost:
+        """The cost of adding up gradients; none on this machine, where it depends on who shares them."""
+        return Cost() if s.cluster.machine else stage_costs.accumulate(elements, s)
+
+    def elements(self, layout: Layout, part: Share) -> Elements:
+        """Elements of a part of the model."""
+        key = (layout.tp, layout.ep, layout.sp, layout.shards, layout.zero > 0, part)
+        if key not in self._elements:
+            blocks, before, behind, tied = model_states.elements(self.model, layout)
+            parts = [(part.first, before), (part.last, behind), (part.last * (not part.first), tied)]
+            for kind, number in ((False, part.plain), (True, part.mixed)):
+                if number:  # with as much frozen as any block of the kind has, so that a bound stays one
+                    alike = [block for mixed, block in zip(self.mixed, blocks, strict=True) if mixed == kind]
+                    a, b, c, d = map(max, zip(*(block.frozen for block in alike), strict=True))
+                    parts.append((number, alike[0]._replace(frozen=(a, b, c, d))))
+            counted = (elements.times(number) for number, elements in parts if number)
+            self._elements[key] = sum(counted, Elements())
+        return self._elements[key]
+
+    def positions(self, layout: Layout) -> tuple[Position, ...]:
+        """The positions of a pipeline."""
+        key = (layout.pp, layout.schedule, layout.virtual_stages, layout.bare_ends)
+        if key not in self._positions:
+            by_stage, positions = stages(self.model, layout, self.software.partition), []
+            kinds = [(len(numbers), sum(self.mixed[number] for number in numbers)) for numbers in by_stage]
+            blocks = [(count - mixed, mixed) for count, mixed in kinds]  # without and with experts
+            for index in range(layout.pp):
+                held = stages_of(layout, index)
+                own = tuple(blocks[stage] for stage in held)
+                first, last = ends_of(layout, held)
+                ahead = blocks[: min(stage % (len(blocks) // layout.copies) for stage in held)]
+                (plain, mixed), (others, with_experts) = (
+                    map(sum, zip((0, 0), *some, strict=True)) for some in (own, ahead)
+                )
+                part = Share(plain, mixed, first, last)
+                before = Share(others, with_experts, not first, False)
+                positions.append(Position(part, before, own, index))
+            self._positions[key] = tuple(positions)
+        return self._positions[key]
+
+    def groups(self, layout: Layout) -> tuple[Position, ...]:
+        """One pipeline rank of each kind; the last of them, which starts latest."""
+        key = (layout.pp, layout.schedule, layout.virtual_stages, layout.bare_ends)
+        if key not in self._groups:
+            last = {at.part: at for at in self.positions(layout)}
+            self._groups[key] = tuple(last.values())
+        return self._groups[key]
+
+    def hops(self, c: Choice) -> tuple[list[float], list[float]]:
+        """Seconds that an activation takes to each position, and a gradient on the way back."""
+        x = c.layout
+        key = (x.pp, x.tp, x.cp, x.sp, c.B, c.mode)
+        if key not in self._hops:
+            taken = stage_costs.transfers(self.setting(c)) if x.pp > 1 else {}
+            there = accumulate((taken[a, a + 1] for a in range(x.pp - 1)), initial=0.0)
+            back = accumulate((taken[a + 1, a] for a in range(x.pp - 1)), initial=0.0)
+            self._hops[key] = list(there), list(back)
+        return self._hops[key]
+
+
+def undivided(c: Choice) -> Choice:
+    """The choice with states that nobody shares."""
+    x = c.layout
+    return changed(c, layout=changed(x, dp_replicate=x.dp, dp_shard=1, zero=0)) if x.zero else c
