@@ -18,7 +18,7 @@ from fivefold.plan.cluster.devices import Device, Link
 from fivefold.plan.memory import memory
 from fivefold.plan.predict import predict
 from fivefold.plan.setting import Setting, Software, setting
-from fivefold.plan.software import MEGATRON_CORE, NEMO, memory_evidence, said
+from fivefold.plan.software import MEGATRON_CORE, NEMO, Evidence, memory_evidence, said
 from fivefold.plan.time import time
 from fivefold.recipe import load, resolve_model
 from fivefold.sharding.layout import Layout
@@ -50,14 +50,15 @@ def test_all_constants_of_devices_links_and_programs_are_listed() -> None:
         return {f"{kind.__name__}.{name}" for name in own if "float" in str(hints[name])}
 
     # what bytes a program keeps and sends is counted, not fitted
-    counted = {"Software.chunk_bytes", "Link.bandwidth", "Software.states"}
+    counted = {"Software.chunk_bytes", "Link.bandwidth"}
     names = {name.partition(" ")[0] for name in constants.CONSTANTS}
     assert numbers(Device) | numbers(Link) | numbers(Software) <= names | counted
 
 
 def test_committed_constants_are_those_of_the_package() -> None:
     committed = {
-        name: (row["value"], row["origin"]) for name, row in result("planner_constants.json").items()
+        name: (row["value"], row["origin"])
+        for name, row in result("planner_constants.json")["constants"].items()
     }
     assert committed == {
         name: (constants.shown(one.value), one.origin) for name, one in constants.listed().items()
@@ -72,8 +73,16 @@ def test_a_source_does_not_choose_what_it_is_planned_with() -> None:
     assert leave_one_out.chosen(every, table, even=False) == 1.0
     others = {value: offs[1:] for value, offs in table.items()}
     assert leave_one_out.chosen(every[1:], others, even=False) == 2.0
-    # how evenly far off: with 3 both of one source's runs are twice too slow, with 1 they disagree
-    assert leave_one_out.chosen(every[1:], {1.0: [1.0, 1.1], 3.0: [2.0, 2.0]}, even=True) == 3.0
+
+
+def test_runs_that_differ_in_their_devices_only_choose_what_makes_them_evenly_far_off() -> None:
+    """Both are twice too slow with 3; with 1 they disagree. Another model says nothing."""
+    s = setting_of()
+    every = [leave_one_out.Run("a", s, 1.0), leave_one_out.Run("a", s, 1.0)]
+    every.append(leave_one_out.Run("a", replace(s, model=s.model.model_copy(update={"layers": 4})), 1.0))
+    table: Mapping[float, list[float]] = {1.0: [1.0, 1.1, 1.0], 3.0: [2.0, 2.0, 9.0]}
+    assert leave_one_out.chosen(every, table, even=True) == 3.0
+    assert leave_one_out.chosen(every, table, even=False) == 1.0
 
 
 def test_the_committed_leave_one_out_is_of_the_committed_tables() -> None:
@@ -82,7 +91,8 @@ def test_the_committed_leave_one_out_is_of_the_committed_tables() -> None:
     for table in ("sc21", "torchtitan", "nemo_fp8", "pytorch_tp", "foundry", "deepseek_v3", "own_h100"):
         found = sources[leave_one_out.SOURCES[table]]["shipped"]
         assert found["rows"] == tables[table]["rows"]
-        assert found["bias"] == pytest.approx(tables[table]["bias"], rel=0.1, abs=0.005)
+        if table != "torchtitan":  # whose table compares tokens per second
+            assert found["bias"] == pytest.approx(tables[table]["bias"])
 
 
 def test_a_plan_says_what_was_published_of_its_memory() -> None:
@@ -92,6 +102,9 @@ def test_a_plan_says_what_was_published_of_its_memory() -> None:
     assert "(SimuMax" in words("dp=8,zero=1")
     assert "(torchtitan" in words("dp=8,zero=3")
     assert words("dp=8,ep=8,zero=3", "mixtral-8x7b").startswith("nobody has published the memory")
+    assert Evidence("A", 8, 8, 1, 0.05, 0.05).says("time") == (
+        "the plan of one published run of this kind (A; 8 devices) was 5% off in time"
+    )
     plan = predict(load("llama3-8b", [], "dp=8,zero=1"), parse("h100:8"))
     assert (found := memory_evidence(plan.setting))
     assert plan.as_json()["memory"]["error"] == found.mean
@@ -131,6 +144,19 @@ def test_kept_activations_are_as_narrow_as_the_program_keeps_them() -> None:
     assert setting_of(replace(fp8, narrow_factors=True)).sizes.kept(True) == 2  # nothing is rounded in bf16
 
 
+def test_weight_gradients_of_experts_wait_only_where_a_program_defers_them() -> None:
+    """Inputs and gradients of outputs, which wait as narrow as the program keeps them."""
+
+    def owed(**changes: bool) -> float:
+        s = setting_of(replace(NEMO, **changes), "fp8")
+        return memory.sums(s).owed[s.kind(True, "none")]
+
+    s = setting_of()
+    N, k, D, F = s.sizes.N, 8, s.model.dim, s.model.expert_ffn_dim or 0
+    assert owed(late_experts=True) - owed() == 2 * N * k * ((D + 2 * F) + (F + D))
+    assert owed(narrow_factors=True) == owed() / 2
+
+
 def test_norms_and_what_latent_vectors_are_made_into_are_computed_again() -> None:
     """arXiv 2412.19437, section 3.2.3: attention's result is kept, and it does not run again."""
     software = replace(MEGATRON_CORE, selective="latent")
@@ -148,7 +174,7 @@ def test_norms_and_what_latent_vectors_are_made_into_are_computed_again() -> Non
         "shared gate",
     }
     freed = {saved.name for op in block for saved in op.saved if saved.role not in again.keeps}
-    assert {"norm1 output", "norm2 output", "qkv", "normed latents", "experts activation"} <= freed
+    assert {"norm1 output", "norm2 output", "router input in fp32", "qkv", "normed latents"} <= freed
     assert not freed & {"latents", "attention output", "log-sum-exp", "routed", "experts up"}
     few, many = (
         max(m.total for m in memory.predict(setting_of(software, recompute=how)))
@@ -160,6 +186,7 @@ def test_norms_and_what_latent_vectors_are_made_into_are_computed_again() -> Non
 def test_experts_multiply_at_the_rate_of_8_bits_where_the_program_does() -> None:
     narrow = setting_of(replace(NEMO, narrow_experts=True), "fp8")
     assert time.step(narrow).seconds < time.step(setting_of(NEMO, "fp8")).seconds
-    h100, a100 = parse("h100").device, parse("a100").device
-    assert h100.multiplies("fp8") < h100.multiplies("bf16") == h100.matmul
-    assert a100.multiplies("fp8") == a100.matmul
+    h100 = parse("h100").device
+    assert h100.multiplies("fp8") == h100.multiplies("bf16") == h100.matmul
+    measured = replace(h100, matmul_fp8=0.7)
+    assert (measured.multiplies("fp8"), measured.multiplies("bf16")) == (0.7, h100.matmul)

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+import hopper_runs
 import nanotron_runs
 
 from fivefold.models.recomputation import SCORES
@@ -52,6 +53,11 @@ def of_link(side: str, name: str) -> dict[str, Any]:
 MAMF = "ml-engineering's search over shapes of matmuls; B200: a sweep of SimuMax's machine"
 CONSTANTS: dict[str, Constant] = {
     "Device.matmul": Constant(of_device("matmul"), "measured", MAMF),
+    "Device.matmul_fp8": Constant(
+        hopper_runs.MATMUL_FP8,
+        "measured",
+        "ml-engineering's search, and an H100 of ours; of DeepSeek-V3's plan only, elsewhere as `matmul`",
+    ),
     "Device.attention": Constant(
         of_device("attention"), "measured", "arXiv 2307.08691; B200: a sweep of SimuMax's machine"
     ),
@@ -67,8 +73,8 @@ CONSTANTS: dict[str, Constant] = {
     "Device.contended": Constant(
         PRESETS["h100"].device.contended,
         "fitted",
-        "how evenly far off runs on one node and on many are",
-        {"torchtitan": 4, "llm-foundry": 11},
+        "how evenly far off runs of one model on few devices and on many are",
+        {"torchtitan": 4, "llm-foundry": 19},
     ),
     "Link.share within a node": Constant(
         of_link("intra", "share"), "measured", "nccl-tests, ml-engineering's network/README.md"
@@ -110,16 +116,16 @@ def nanotron() -> dict[str, Constant]:
     def chosen(name: str, value: Any, counts: Callable[[nanotron_runs.Row], bool]) -> Constant:
         models = [row["model"] for row in rows if counts(row)]
         each = {f"nanotron {model}": models.count(model) for model in sorted({*models})}
-        return Constant(value, "fitted", f"every sixth of its runs that {name}", each)
+        return Constant(value, "fitted", f"every sixth of its runs{name}", each)
 
     conditions: dict[str, tuple[str, Callable[[nanotron_runs.Row], bool]]] = {
-        "host_tensor": ("has tp > 1", lambda r: int(r["tp"]) > 1),
+        "host_tensor": (" with tp > 1", lambda r: int(r["tp"]) > 1),
         "contention": (
-            "has pp > 1, tp > 1 and several nodes",
+            " with pp > 1, tp > 1 and several nodes",
             lambda r: int(r["pp"]) > 1 and int(r["tp"]) > 1 and int(r["nodes"]) > 1,
         ),
-        "far": ("has pp > 1 and 64 nodes", lambda r: int(r["pp"]) > 1 and int(r["nodes"]) == 64),
-        "hop": ("has several nodes", lambda r: int(r["nodes"]) > 1),
+        "far": (" with pp > 1 and 64 nodes", lambda r: int(r["pp"]) > 1 and int(r["nodes"]) == 64),
+        "hop": (" with several nodes", lambda r: int(r["nodes"]) > 1),
     }
     found = {}
     for name, value in nanotron_runs.FITTED.items():
@@ -130,9 +136,9 @@ def nanotron() -> dict[str, Constant]:
                     def on(row: nanotron_runs.Row, nodes: int = nodes) -> bool:
                         return int(row["nodes"]) == nodes
 
-                    found[f"nanotron network on {nodes}"] = chosen(f"has {nodes} nodes", share, on)
+                    found[f"nanotron network on {nodes}"] = chosen(f" on {nodes} nodes", share, on)
         elif name != "contended":
-            words, counts = conditions.get(name, ("there is", lambda r: True))
+            words, counts = conditions.get(name, ("", lambda r: True))
             found[f"nanotron {name}"] = chosen(words, value, counts)
     return found
 
@@ -160,7 +166,7 @@ def main() -> None:
         }
         for name, each in listed().items()
     }
-    RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    RESULTS.write_text(json.dumps({"constants": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

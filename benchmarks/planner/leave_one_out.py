@@ -6,8 +6,9 @@ Of each constant the value is chosen by the runs of all other sources, and the r
 planned with it. `benchmarks/results/planner_leave_one_out.json` has the result, from which `docs/fill_figures.py` fills
 the tables in docs/planner.md. What the package has is not changed: `constants.py` says where each value is from.
 
-Each constant is tried alone, on a grid. `contended` is chosen by how evenly far off the runs of a source are, as it was
-in the package: a source that is too fast everywhere says nothing of it. All others are chosen by how far off they are.
+Each constant is tried alone, on a grid. `contended` is chosen by how evenly far off runs are that differ in their
+devices only, as it was in the package: a source that is too fast everywhere says nothing of it. All others are chosen
+by how far off the runs are.
 nanotron's constants are chosen by its runs of 1B and tried on those of 3B, and the other way round, from values that
 none of its runs has chosen.
 """
@@ -51,7 +52,7 @@ class Run(NamedTuple):
 
 class Constant(NamedTuple):
     """How to change one, and the values that are tried. shared: by all generations of devices. even: chosen by how
-    evenly far off a source's runs are."""
+    evenly far off runs are that differ in their devices only."""
 
     change: Callable[[Setting, float], Setting]
     values: tuple[float, ...]
@@ -134,10 +135,30 @@ def errors(offs: Sequence[float]) -> dict[str, float]:
     return published.errors((off, 1.0) for off in offs)
 
 
-def loss(offs: Mapping[str, Sequence[float]], even: bool) -> float:
-    """How far off the runs of all sources are, each source counted once; from each other if `even`."""
-    logs = [[math.log(off) for off in each] for each in offs.values()]
-    return fmean(fmean(abs(x - even * fmean(each)) for x in each) for each in logs)
+def loss(every: Sequence[Run], offs: Sequence[float], even: bool) -> float:
+    """How far off the runs of all sources are, each source counted once. even: how far from each other those are that
+    differ in their devices only."""
+    logs = [math.log(off) for off in offs]
+    if even:
+        alike = defaultdict[object, list[float]](list)
+        for run, x in zip(every, logs, strict=True):
+            alike[_but_devices(run)].append(x)
+        means = {key: fmean(each) for key, each in alike.items()}
+        logs = [x - means[_but_devices(run)] for run, x in zip(every, logs, strict=True)]
+        single = {key for key, each in alike.items() if len(each) == 1}
+        every, logs = zip(
+            *((run, x) for run, x in zip(every, logs, strict=True) if _but_devices(run) not in single),
+            strict=True,
+        )
+    sources = defaultdict[str, list[float]](list)
+    for run, x in zip(every, logs, strict=True):
+        sources[run.source].append(abs(x))
+    return fmean(map(fmean, sources.values()))
+
+
+def _but_devices(run: Run) -> object:
+    s = run.setting
+    return run.source, s.model, s.layout.recompute, s.layout.tp, s.layout.cp, s.software.fused, s.mode
 
 
 def tried(every: Sequence[Run], constant: Constant) -> dict[float, list[float]]:
@@ -153,14 +174,7 @@ def tried(every: Sequence[Run], constant: Constant) -> dict[float, list[float]]:
 
 def chosen(every: Sequence[Run], table: Mapping[float, Sequence[float]], even: bool) -> float:
     """The value by which the runs are least far off; the first of equals."""
-
-    def by_source(offs: Sequence[float]) -> dict[str, list[float]]:
-        sources = defaultdict[str, list[float]](list)
-        for run, off in zip(every, offs, strict=True):
-            sources[run.source].append(off)
-        return sources
-
-    return min(table, key=lambda value: loss(by_source(table[value]), even))
+    return min(table, key=lambda value: loss(every, table[value], even))
 
 
 def left_out(every: Sequence[Run], name: str, constant: Constant) -> dict[str, Any]:

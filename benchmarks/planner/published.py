@@ -1,8 +1,8 @@
 """Predictions beside published measurements: `python benchmarks/planner/published.py [FOLDER] [--json FILE]`.
 
-FOLDER holds the tables as CSV (columns as read below), by default `tables/`, whose README names their sources. Nothing
-of the planner is fitted to their rows, with one exception that is stated there: the overheads of nanotron on its
-cluster, from every sixth row; the rows with even numbers are reported.
+FOLDER holds the tables as CSV (columns as read below), by default `tables/`, whose README names their sources.
+`constants.py` says where each constant is from; few were chosen by these rows, and `leave_one_out.py` tries what that
+is worth.
 """
 
 from __future__ import annotations
@@ -221,8 +221,9 @@ def margin(memory: Sequence[tuple[float, float]], reserved: Sequence[tuple[float
 def torchtitan(folder: Path) -> Result:
     """torchtitan in bf16 on H100 that are limited to 500 W, with 2.4 TB/s of memory; sequences of 8192, its default.
 
-    Rows with fp8 are left out: the planner does not price it. Under a power limit the rate of products falls with the
-    power that is left for them: (500 - 120) / (700 - 120) W, 120 W being what a device takes without them (assumed).
+    Rows with fp8 are left out: their tensor-parallel messages are in 8 bits. Under a power limit the rate of products
+    falls with the power that is left for them: (500 - 120) / (700 - 120) W, 120 W being what a device takes without
+    them (assumed).
     """
     h100 = parse("h100")
     device = replace(

@@ -417,13 +417,6 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
     if program.compiles and model.capacity_factor:  # every expert has as many rows as it may
         k = E * expert_capacity(model.capacity_factor, N, k, E) / N
     routed, received, here = N * k, N * k * (s.load if s.ep > 1 else 1.0), E / s.ep
-    most = max(routed, received)
-    if program.once_per_node and model.expert_groups > 1:
-        most *= min(k, model.groups_per_token) / k
-    home, home_back = s.sends(ROWS, most * D, s.chunks)
-    there, there_back = home, home_back  # to experts: rows in forward, gradients of results in backward
-    if s.dispatched:
-        there, there_back = s.sends(replace(ROWS, number=1), most * s.dispatched, s.chunks)
     order = 2 * received * D * e if s.ep > 1 else 0.0  # rows arrive by rank; they are put in order, and back
     alone = program.compiles and not model.shared_experts  # then nothing keeps the input itself
     wide = N * D * (4 - e if alone else 4 * (e != 4))
@@ -442,8 +435,11 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
         kernels=4,
         saved=() if program.early_weights else (Saved("experts' output", routed * D * e, role),),
     )
-    hides = tuple(shared) if program.rows_beside else ()
-    waits, combine = travel((there, home), (there_back, home_back), hides, tuple(experts), s.chunks, combine)
+    hides, crossing = tuple(shared) if program.rows_beside else (), 1.0
+    if program.once_per_node and model.expert_groups > 1:
+        crossing = min(k, model.groups_per_token) / k
+    sent = _rows(s, crossing * max(routed, received))
+    waits, combine = travel(*sent, hides, tuple(experts), s.chunks, combine)
     ops = [
         router,
         Operation(
@@ -467,6 +463,18 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
     sums += [Operation("balance", kernels=0, sent_forward=total)] if total else []
     # Only if the router's own loss terms have a gradient does recomputation get this far.
     return [*ops, *(replace(op, part="" if learns else "never") for op in sums)]
+
+
+_Sent = tuple[Message, ...]
+
+
+def _rows(s: Sizes, rows: float) -> tuple[tuple[_Sent, _Sent], tuple[_Sent, _Sent]]:
+    """Messages of rows to experts and home, in forward and in backward, which sends gradients of results to experts."""
+    home = there = s.sends(ROWS, rows * s.model.dim, s.chunks)
+    if s.dispatched:
+        there = s.sends(replace(ROWS, number=1), rows * s.dispatched, s.chunks)
+    forward, backward = zip(there, home, strict=True)
+    return forward, backward
 
 
 def _swiglu(

@@ -196,10 +196,12 @@ class Evidence(NamedTuple):
 
     def says(self, what: str) -> str:
         """In words. what: "time" or "memory"."""
-        off = f"{100 * self.mean:.2g}% off in {what} on average, {100 * self.worst:.2g}% at worst"
-        devices = f"{self.fewest:,} to {self.most:,}" if self.most > self.fewest else f"{self.most}"
+        devices = f"{self.fewest:,} to {self.most:,}" if self.most > self.fewest else f"{self.most:,}"
         devices += " device" + "s" * (self.most > 1)
-        return f"plans of {self.rows} published runs of this kind ({self.sources}; {devices}) were {off}"
+        kind, off = f"of this kind ({self.sources}; {devices})", f"{100 * self.mean:.2g}% off in {what}"
+        if self.rows == 1:
+            return f"the plan of one published run {kind} was {off}"
+        return f"plans of {self.rows} published runs {kind} were {off} on average, {100 * self.worst:.2g}% at worst"
 
 
 def kind_of(s: Setting) -> Kind | None:
