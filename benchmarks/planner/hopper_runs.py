@@ -1,30 +1,33 @@
-"""Published runs on H100 and H200, as `published.py` compares them: NeMo in fp8, FSDP2 with PyTorch's own tensor
-parallelism, llm-foundry. One constant was chosen by llm-foundry's and torchtitan's (`Device.contended`)."""
+"""Published runs on H100, H200 and H800, as `published.py` compares them: NeMo in fp8, FSDP2 with PyTorch's own tensor
+parallelism, llm-foundry, DeepSeek-V3; and this program's own on an H100. One constant was chosen by llm-foundry's and
+torchtitan's (`Device.contended`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fivefold.models.operations import TensorWay
 from fivefold.models.section import ModelSection
 from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.setting import Setting, Software, States, setting
-from fivefold.plan.software import NEMO, TORCHTITAN
-from fivefold.recipe import resolve_model
+from fivefold.plan.predict import predict
+from fivefold.plan.setting import FIVEFOLD, Setting, Software, States, setting
+from fivefold.plan.software import MEGATRON_CORE, NEMO, TORCHTITAN
+from fivefold.recipe import load, resolve_model
 from fivefold.sharding.layout import Layout
 
 Row = dict[str, str]
 
 
 class Run(NamedTuple):
-    """A published run as the planner sees it, with the seconds of a step that were measured."""
+    """A run as the planner sees it, with the seconds of a step that were measured. gib: the peak of allocated memory;
+    0: not published."""
 
     name: str
     setting: Setting
     seconds: float
-    memory_gb: float = 0.0
+    gib: float = 0.0
 
 
 # Layers, width, heads, key-value heads, feed-forward, vocabulary; Nemotron and GPT-3 without gates.
@@ -93,6 +96,7 @@ def kempner(rows: list[Row]) -> Iterator[Run]:
         cluster = parse(f"h200:{max(1, gpus // 4)}x4")
         model, B, count = resolve_model(section, vocab_size=128256), int(row["mbs"]), int(row["grad_accum"])
         s = setting(model, layout, cluster, B, count, "bf16", KEMPNER)
+        # its "GB" are 1024^3 bytes, as PyTorch's allocator counts them (its memory.py)
         yield Run(f"{row['model']} on {gpus}, tp {tp}", s, float(row["step_s"]), float(row["mem_gb"]))
 
 
@@ -138,3 +142,71 @@ def foundry(rows: list[Row]) -> Iterator[Run]:
         )
         seconds = int(row["GlobalBatchSize"]) * T / float(row["Throughput (T/s/GPU)"]) / gpus
         yield Run(f"{row['Model']} on {gpus}, {T} tokens, {row['Precision']}", s, seconds)
+
+
+# HAI-LLM, as arXiv 2412.19437 describes it: fp8 in all matmuls of the blocks, experts as well (section 3.3.1), kept
+# activations and the gate's input in fp8, moments in bf16 (3.3.3), rows to experts in fp8 and at most once to each of
+# 4 nodes (3.2.2, 3.3.3), norms and what latent vectors are made into computed again (3.2.3). Attention as fast as
+# cuDNN's, and router weights before the last matmul of an expert, are not in the paper.
+HAI_LLM = replace(
+    MEGATRON_CORE,
+    name="HAI-LLM",
+    selective="latent",
+    overlap_data=True,
+    overlap_pipeline=True,
+    library="cudnn",
+    narrow_factors=True,
+    narrow_gates=True,
+    narrow_experts=True,
+    early_weights=True,
+    late_experts=True,
+    once_per_node=True,
+    fp8_dispatch=True,
+    partition="balanced",
+    states={"fp8": States(2, 4, 4, 4, 2)},
+)
+COMMUNICATING = 20
+"""Of the 132 processors of an H800, those that send and receive rows (3.2.2)."""
+MATMUL_FP8 = 1402.6 / 1978.9
+"""What matmuls of fp8 reach on an H100 (stas00/ml-engineering, "MAMF" table); 1,408 TFLOP/s on another one
+(benchmarks/results/gpu_h100.json)."""
+
+
+def deepseek(rows: list[Row]) -> Iterator[Run]:
+    """DeepSeek-V3. The hours are of steps without evaluation, as far as the paper says."""
+    h800 = parse("h800")
+    left = 1 - COMMUNICATING / h800.device.units
+    slower = {dtype: rate * left for dtype, rate in h800.device.peak.items()}
+    units = h800.device.units - COMMUNICATING
+    device = replace(h800.device, units=units, peak=slower, matmul_fp8=MATMUL_FP8)
+    for row in rows:
+        recipe = load("deepseek-v3")
+        gpus, batch = int(row["gpus"]), int(row["sequences"])
+        layout = Layout(
+            pp=int(row["pp"]),
+            ep=int(row["ep"]),
+            dp_shard=gpus // int(row["pp"]),
+            zero=1,
+            schedule="dualpipe_paired",
+            virtual_stages=2,
+            recompute="selective",
+        )
+        model, count = resolve_model(recipe.model, vocab_size=129280), batch // layout.dp
+        s = setting(model, layout, replace(h800, device=device), 1, count, "fp8", HAI_LLM)
+        seconds = 3600 * float(row["hours_per_1e12"]) * batch * model.seq_len / 1e12 / gpus
+        yield Run(f"DeepSeek-V3 on {gpus}", s, seconds)
+
+
+def own(result: dict[str, Any]) -> Iterator[Run]:
+    """This program on an H100, without documents, where PyTorch takes cuDNN's attention."""
+    two = result["step of llama-1b"]["microbatches of 2, in another session"]
+    four = {row["name"]: row["measured"] for row in result["parts"]["memory"]["llama-1b"]["rows"]}
+    for size, seconds, gib in (
+        (2, two["ours_s"], two["peak_gib"]),
+        (4, four["step"], four["memory"]),
+    ):
+        sets = ["model.layers=16", "model.dim=2048", "model.ffn_dim=8192", "data.document_masks=false"]
+        sets += [f"train.global_batch_size={size}", f"train.microbatch_size={size}"]
+        recipe = load("llama3-8b", sets, "dp=1")
+        plan = predict(recipe, parse("h100"), replace(FIVEFOLD, library="cudnn"))
+        yield Run(f"Llama 1B, {size} sequences", plan.setting, seconds, gib)

@@ -1,8 +1,8 @@
 """Predictions beside published measurements: `python benchmarks/planner/published.py [FOLDER] [--json FILE]`.
 
-FOLDER holds the tables as CSV (columns as read below), by default `tables/`, whose README names their sources. Nothing
-of the planner is fitted to their rows, with one exception that is stated there: the overheads of nanotron on its
-cluster, from every sixth row; the rows with even numbers are reported.
+FOLDER holds the tables as CSV (columns as read below), by default `tables/`, whose README names their sources.
+`constants.py` says where each constant is from; few were chosen by these rows, and `leave_one_out.py` tries what that
+is worth.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -20,22 +19,23 @@ from statistics import fmean
 from typing import Any
 
 import hopper_runs
+import nanotron_runs
 
-from fivefold.host.devices import GB, GIB
+from fivefold.host.devices import GIB
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
 from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.cluster.devices import Cluster
-from fivefold.plan.predict import FRAGMENTS, price
+from fivefold.plan.predict import FRAGMENTS, limit, price
 from fivefold.plan.setting import Setting, setting
 from fivefold.plan.software import (
     MEGATRON_2021,
     MEGATRON_CORE,
-    NANOTRON,
     PUBLISHED,
     TORCHTITAN,
     Kind,
+    MemoryKind,
     kind_of,
+    memory_kind_of,
 )
 from fivefold.plan.time import time
 from fivefold.plan.time.cost import part
@@ -47,8 +47,8 @@ Row = dict[str, str]
 Result = dict[str, Any]
 
 
-EACH = "each"
-"""Of a table: the setting of each run, and its planned seconds by its measured ones."""
+EACH, BYTES = "each", "bytes of each"
+"""Of a table: the setting of each run, and its planned seconds, or its planned peak, by the measured one."""
 
 
 def read(folder: Path, name: str) -> list[Row]:
@@ -174,7 +174,7 @@ def simumax_deepseek(folder: Path) -> Result:
 
 
 def _simumax(folder: Path, models: dict[str, tuple[Callable[[str, int, int], ModelSection], str]]) -> Result:
-    pairs, memory, reserved, lines, each = [], [], [], [], []
+    pairs, memory, reserved, lines, each, sizes = [], [], [], [], [], []
     for row in read(folder, "simumax_b200_part.csv"):
         if row["model"] not in models:
             continue
@@ -199,13 +199,14 @@ def _simumax(folder: Path, models: dict[str, tuple[Callable[[str, int, int], Mod
         pairs.append((predicted, measured))
         each.append((plan.setting, predicted / measured))
         memory.append((plan.peak_bytes / GIB, float(row["real_max_alloc_gib"])))
+        sizes.append((plan.setting, memory[-1][0] / memory[-1][1]))
         reserved.append((plan.peak_bytes / GIB, float(row["real_reserved_gib"])))
         lines.append(
             f"{row['case']}: {predicted:.0f} ms, measured {measured:.0f}; "
             f"{memory[-1][0]:.1f} GiB, measured {memory[-1][1]:.1f}, reserved {reserved[-1][1]:.1f}"
         )
     found = {"memory": errors(memory), "reserved": errors(reserved), "margin": margin(memory, reserved)}
-    return {**errors(pairs), **found, "lines": lines, EACH: each}
+    return {**errors(pairs), **found, "lines": lines, EACH: each, BYTES: sizes}
 
 
 def margin(memory: Sequence[tuple[float, float]], reserved: Sequence[tuple[float, float]]) -> Result:
@@ -217,122 +218,18 @@ def margin(memory: Sequence[tuple[float, float]], reserved: Sequence[tuple[float
     return {"needed": needed, "reserved too much": sum(taken > room * p for p, taken in reserved)}
 
 
-# nanotron on 8 to 512 H100 of one cluster. These constants alone are fitted, to every sixth of the successful rows
-# (the 1st, 7th, ...), by minimising the mean |log(predicted / measured)| coordinate by coordinate; reported are the
-# rows with even numbers, none of which it saw. The forms are what
-# the rows of one layout show: the processor takes as long for a block whatever the microbatch ("host", more with
-# tensor parallelism); with a pipeline over several nodes each block takes longer in proportion to tp ("contention");
-# on 64 nodes a pipeline loses almost a second in each microbatch but the first ("far").
-FITTED = {
-    "host": NANOTRON.host,
-    "host_tensor": 1.1e-3,
-    "contention": 1.08e-3,
-    "far": 0.9,
-    "step": NANOTRON.step,
-    "optimizer_passes": NANOTRON.optimizer_passes,
-    "hop": 600e-6,
-    "matmul": 0.70,
-    "network": {1: 0.96, 2: 0.96, 4: 0.88, 8: 0.47, 16: 0.55, 32: 0.29, 64: 0.20},
-}
-
-
-def nanotron_setting(row: Row, model: ModelSection, cluster: Cluster) -> Setting:
-    tp, pp, dp, zero, nodes, count = (
-        int(row[name]) for name in ("tp", "pp", "dp", "zero_stage", "nodes", "grad_acc")
-    )
-    host = FITTED["host"] + FITTED["host_tensor"] * (tp > 1)
-    if pp > 1 and tp > 1 and nodes > 1:
-        host += FITTED["contention"] * tp
-    if pp > 1 and nodes >= 64:
-        host += FITTED["far"] / 2 / (model.layers / pp) * (count - 1) / count
-    software = replace(NANOTRON, overlap_data=zero == 0, host=host)
-    shared = bool(zero) and dp > 1
-    layout = Layout(
-        pp=pp,
-        tp=tp,
-        sp=tp > 1,
-        sp_regather=tp > 1,
-        zero=int(shared),
-        dp_shard=dp if shared else 1,
-        dp_replicate=1 if shared else dp,
-    )
-    inter = replace(cluster.inter, latency=FITTED["hop"], share=FITTED["network"][nodes])
-    return setting(model, layout, replace(cluster, inter=inter), int(row["mbs"]), count, "bf16", software)
-
-
-def nanotron(folder: Path) -> Result:
-    """1117 runs of 1B and 3B on 1 to 64 nodes: how the planner orders the layouts of a model and a number of nodes."""
-    h100 = parse("h100")
-    cluster = replace(h100, device=replace(h100.device, matmul=FITTED["matmul"], contended=0.0))
-    rows = [
-        row
-        for row in read(folder, "nanotron_ultrascale_1b_3b.csv")
-        if row["status"] == "success" and row["batch_consistent"] == "True"
-    ]
-    models = {
-        row["model"]: resolve_model(
-            ModelSection(
-                layers=int(row["num_layers"]),
-                dim=int(row["hidden"]),
-                heads=int(row["heads"]),
-                ffn_dim=int(row["ffn"]),
-                seq_len=4096,
-                tie_embeddings=True,
-            ),
-            vocab_size=int(row["vocab"]),
-        )
-        for row in rows
-    }
-    result: Result = {}
-    for name, half in (("fitted half", rows[::2]), ("held out", rows[1::2])):
-        groups: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
-        for row in half:
-            predicted = time.step(nanotron_setting(row, models[row["model"]], cluster)).seconds
-            measured = int(row["gbs_seqs"]) * 4096 / float(row["tok_s"])
-            groups[row["model"], int(row["nodes"])].append((predicted, measured))
-        result[name] = _ranking(groups)
-    return result
-
-
-def _ranking(groups: dict[tuple[str, int], list[tuple[float, float]]]) -> Result:
-    order = [spearman(*zip(*pairs, strict=True)) for pairs in groups.values()]
-    regret = [min(pairs)[1] / min(measured for _, measured in pairs) - 1 for pairs in groups.values()]
-    logs = [abs(math.log(p / m)) for pairs in groups.values() for p, m in pairs]
-    lines = [
-        f"{model} on {nodes} nodes, {len(groups[model, nodes])} rows: Spearman {r:.2f}, regret {100 * lost:.1f}%"
-        for (model, nodes), r, lost in sorted(zip(groups, order, regret, strict=True))
-    ]
-    return {
-        "rows": len(logs),
-        "spearman": fmean(order),
-        "regret": fmean(regret),
-        "mean_log_error": fmean(logs),
-        "lines": lines,
-    }
-
-
-def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """Correlation of the ranks."""
-
-    def ranks(values: Sequence[float]) -> list[float]:
-        place = {index: rank for rank, index in enumerate(sorted(range(len(values)), key=values.__getitem__))}
-        return [place[index] - (len(values) - 1) / 2 for index in range(len(values))]
-
-    a, b = ranks(first), ranks(second)
-    return sum(x * y for x, y in zip(a, b, strict=True)) / sum(x * x for x in a)
-
-
 def torchtitan(folder: Path) -> Result:
     """torchtitan in bf16 on H100 that are limited to 500 W, with 2.4 TB/s of memory; sequences of 8192, its default.
 
-    Rows with fp8 are left out: the planner does not price it. Under a power limit the rate of products falls with the
-    power that is left for them: (500 - 120) / (700 - 120) W, 120 W being what a device takes without them (assumed).
+    Rows with fp8 are left out: their tensor-parallel messages are in 8 bits. Under a power limit the rate of products
+    falls with the power that is left for them: (500 - 120) / (700 - 120) W, 120 W being what a device takes without
+    them (assumed).
     """
     h100 = parse("h100")
     device = replace(
         h100.device, bandwidth=2.4e12, memory=96 * GIB, matmul=h100.device.matmul * (500 - 120) / (700 - 120)
     )
-    pairs, lines, each = [], [], []
+    pairs, reserved, lines, each, peaks = [], [], [], [], []
     for row in read(folder, "torchtitan.csv"):
         how, size = row["techniques"], row["model"].rpartition("-")[2].lower()
         if "loat8" in how or "async TP" in how or row["seq"] or size not in ("8b", "70b"):
@@ -350,7 +247,8 @@ def torchtitan(folder: Path) -> Result:
         software = replace(TORCHTITAN, fused="compile" in how)
         model = llama3(size, {"8b": 32, "70b": 80}[size], 8192)
         s = setting(model, layout, replace(h100, device=device), int(row["local_batch"]), 1, "bf16", software)
-        predicted = s.sizes.B * 8192 / time.step(s).seconds / tp
+        plan = price(s)
+        predicted = s.sizes.B * 8192 / plan.step.seconds / tp
         measured = float(row["tps_per_gpu"])
         pairs.append((predicted, measured))
         each.append((s, measured / predicted))
@@ -358,7 +256,11 @@ def torchtitan(folder: Path) -> Result:
             f"{row['table']} {row['model']} {row['parallelism']} {how}: {predicted:.0f} tokens/s a device, "
             f"measured {measured:.0f}"
         )
-    return {**errors(pairs), "lines": lines, EACH: each}
+        if row["peak_mem_gib"]:  # what the allocator reserved (its metrics.py)
+            reserved.append(((1 + FRAGMENTS) * plan.peak_bytes / GIB, float(row["peak_mem_gib"])))
+            peaks.append((s, reserved[-1][0] / reserved[-1][1]))
+            lines[-1] += f"; {reserved[-1][0]:.1f} GiB with fragments, reserved {reserved[-1][1]:.1f}"
+    return {**errors(pairs), "reserved": errors(reserved), "lines": lines, EACH: each, BYTES: peaks}
 
 
 def zero_bubble(folder: Path) -> Result:
@@ -381,18 +283,20 @@ def zero_bubble(folder: Path) -> Result:
 
 def compared(runs: Iterable[hopper_runs.Run]) -> Result:
     """Seconds of a step of each run beside the measured ones, and memory where it was published."""
-    pairs, memory, lines, each = [], [], [], []
+    pairs, memory, lines, each, sizes = [], [], [], [], []
     for run in runs:
         plan = price(run.setting)
         pairs.append((plan.step.seconds, run.seconds))
         each.append((run.setting, plan.step.seconds / run.seconds))
         line = f"{run.name}: {plan.step.seconds:.2f} s, measured {run.seconds:.2f}"
         line += f" ({100 * (plan.step.seconds / run.seconds - 1):+.1f}%)"
-        if run.memory_gb:
-            memory.append((plan.peak_bytes / GB, run.memory_gb))
-            line += f"; {memory[-1][0]:.1f} GB, measured {run.memory_gb:.1f}"
+        if run.gib:
+            memory.append((plan.peak_bytes / GIB, run.gib))
+            sizes.append((run.setting, memory[-1][0] / run.gib))
+            line += f"; {memory[-1][0]:.1f} GiB, measured {run.gib:.1f}"
         lines.append(line)
-    return {**errors(pairs), **({"memory": errors(memory)} if memory else {}), "lines": lines, EACH: each}
+    found = {"memory": errors(memory)} if memory else {}
+    return {**errors(pairs), **found, "lines": lines, EACH: each, BYTES: sizes}
 
 
 def nemo_fp8(folder: Path) -> Result:
@@ -410,6 +314,20 @@ def foundry(folder: Path) -> Result:
     return compared(hopper_runs.foundry(read(folder, "mosaicml_fsdp_h100_part.csv")))
 
 
+def deepseek_v3(folder: Path) -> Result:
+    """DeepSeek-V3 on 2,048 H800 (arXiv 2412.19437, table 1): seconds of a step, and whether it fits."""
+    (run,) = hopper_runs.deepseek(read(folder, "deepseek_v3.csv"))
+    plan = price(run.setting)
+    size = f"{plan.peak_bytes / GIB:.1f} of {limit(run.setting.cluster, margin=False) / GIB:.1f} GiB"
+    return {**(found := compared([run])), "lines": [f"{found['lines'][0]}; {size}"]}
+
+
+def own_h100(folder: Path) -> Result:
+    """This program on an H100: seconds of a step, peak memory (benchmarks/results/gpu_h100.json)."""
+    measured = folder.parents[1] / "results/gpu_h100.json"
+    return compared(hopper_runs.own(json.loads(measured.read_text(encoding="utf-8"))))
+
+
 TABLES: dict[str, Callable[[Path], Result]] = {
     "sc21": sc21,
     "layer_times": layer_times,
@@ -419,8 +337,10 @@ TABLES: dict[str, Callable[[Path], Result]] = {
     "nemo_fp8": nemo_fp8,
     "pytorch_tp": pytorch_tp,
     "foundry": foundry,
+    "deepseek_v3": deepseek_v3,
+    "own_h100": own_h100,
     "zero_bubble": zero_bubble,
-    "nanotron": nanotron,
+    "nanotron": nanotron_runs.compared,
 }
 
 SOURCES = {
@@ -430,17 +350,31 @@ SOURCES = {
     "torchtitan": "torchtitan",
     "nemo_fp8": "NeMo",
     "pytorch_tp": "KempnerForge",
+    "deepseek_v3": "DeepSeek-V3",
+    "own_h100": "Fivefold",
 }
 """Whose runs say how far a plan of their kind may be off (plan/software.py). Not llm-foundry's: programs of 2023."""
 
 
-def compare(folder: Path, names: Iterable[str] = TABLES) -> tuple[dict[str, Result], list[list[Any]]]:
+def compare(
+    folder: Path, names: Iterable[str] = TABLES
+) -> tuple[dict[str, Result], dict[str, list[list[Any]]]]:
     """What each table says, and what all say of each kind of run, as `software.PUBLISHED` has it."""
     results = {name: TABLES[name](folder) for name in names}
-    found: dict[Kind, list[tuple[str, int, float]]] = defaultdict(list)
+    return results, {
+        "kinds": _kinds(results, EACH, kind_of),
+        "memory": _kinds(results, BYTES, memory_kind_of),
+    }
+
+
+def _kinds(
+    results: dict[str, Result], what: str, kind_of: Callable[[Setting], Kind | MemoryKind | None]
+) -> list[list[Any]]:
+    """Takes the runs of each table out of it, and says how far off those of a kind are."""
+    found = defaultdict[Kind | MemoryKind, list[tuple[str, int, float]]](list)
     for name, result in results.items():
         source = SOURCES.get(name, "")
-        for s, ratio in result.pop(EACH, []):
+        for s, ratio in result.pop(what, []):
             if source and (kind := kind_of(s)):
                 found[kind].append((source, s.layout.ranks, abs(ratio - 1)))
     rows = []
@@ -448,7 +382,7 @@ def compare(folder: Path, names: Iterable[str] = TABLES) -> tuple[dict[str, Resu
         sources, ranks, off = zip(*runs, strict=True)
         means = round(fmean(off), 4), round(max(off), 4)
         rows.append([*kind, ", ".join(dict.fromkeys(sources)), min(ranks), max(ranks), len(off), *means])
-    return results, rows
+    return rows
 
 
 def main() -> None:
@@ -466,8 +400,8 @@ def main() -> None:
         parser.error("--write needs all tables; leave --only out")
     results, kinds = compare(options.folder, options.only or TABLES)
     if options.write:
-        lines = ",\n".join(json.dumps(row) for row in kinds)
-        PUBLISHED.write_text(f'{{"kinds": [\n{lines}\n]}}\n', encoding="utf-8")
+        parts = (f'"{what}": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]" for what, rows in kinds.items())
+        PUBLISHED.write_text("{" + ",\n".join(parts) + "}\n", encoding="utf-8")
     for name, result in results.items():
         print(f"{name}: {(TABLES[name].__doc__ or '').splitlines()[0]}")
         show(result, "  ")

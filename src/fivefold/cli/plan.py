@@ -242,13 +242,12 @@ def summary(name: str, plan: Plan) -> list[str]:
 
 def accuracy(plan: Plan) -> list[str]:
     """What was measured of the memory formula on such devices, and of the time of such runs."""
-    from fivefold.plan.software import evidence
+    from fivefold.plan.memory import memory
+    from fivefold.plan.software import said
 
-    measured = plan.setting.cluster.on_cpu
-    against = "against measured peaks" if measured else "on published peaks of another program"
-    error = f"with a mean error of {100 * plan.memory_error:.2g}% {against}; `plan trace` is exact"
-    time = evidence(plan.setting) or "nobody has published the time of a run of this kind"
-    return [f"  memory is from a formula, {error}", *([] if measured else [f"  {time}"])]
+    measured = f"it was {100 * memory.ERROR:.2g}% off measured peaks on average"
+    size, *time = [measured] if plan.setting.cluster.on_cpu else said(plan.setting)
+    return [f"  memory is from a formula: {size}; `plan trace` is exact", *(f"  {line}" for line in time)]
 
 
 def save_plan(path: Path | None, recipe: Recipe, plan: Plan) -> None:

@@ -16,8 +16,21 @@ from fivefold.models.section import ModelSection
 from fivefold.sharding.units import AGAIN, SUM, WHOLE, Collective, What
 
 T = TypeVar("T")
-Role = Literal["input", "stream", "norm", "product", "copied", "core", "inner", "gate", "attended", "fed"]
-Part = Literal["", "norm", "core", "inner", "out", "gate", "down", "never"]
+Role = Literal[
+    "input",
+    "stream",
+    "norm",
+    "normed",
+    "product",
+    "copied",
+    "latent",
+    "core",
+    "inner",
+    "gate",
+    "attended",
+    "fed",
+]
+Part = Literal["", "norm", "normed", "latent", "core", "inner", "out", "gate", "down", "never"]
 Rate = Literal["copy", "embedding", "norm", "gate", "gelu", "loss"]
 Library = Literal["flash", "cudnn"]
 """Of fused attention: FlashAttention-2, or cuDNN's, which is faster on Hopper."""
@@ -28,10 +41,11 @@ Kind = tuple[bool, bool]
 @dataclass(frozen=True, slots=True)
 class Saved:
     """A tensor kept from forward to backward. role: "input": a block's input. "stream": on its residual stream. "norm":
-    the result of the norm before a sublayer. "product": that of a sublayer's first matmul. "copied": such a result that
-    is kept only if its copies are not. "core": within attention's core. "inner": any other of attention. "gate": the
-    result of the gate. "attended", "fed": made of the result of attention's, of the feed-forward's last matmul, in
-    compiled code. once: bytes of it that exist at once if it is recomputed; None: all."""
+    the result of the norm before a sublayer, which one matmul reads; "normed": which others read. "product": that of a
+    sublayer's first matmul. "copied": such a result that is kept only if its copies are not. "latent": made of latent
+    vectors before attention's core. "core": within it. "inner": any other of attention. "gate": the result of the gate.
+    "attended", "fed": made of the result of attention's, of the feed-forward's last matmul, in compiled code. once:
+    bytes of it that exist at once if it is recomputed; None: all."""
 
     name: str
     size: float
@@ -84,11 +98,11 @@ class Operation:
 
     attention: FLOPs of fused attention in forward. forward, backward: bytes moved by element-wise work. kernels: number
     of kernels in forward. part: where it stands, which says what recomputes it (models/recomputation.py). "norm",
-    "core", "inner" and "gate" are as in `Saved`; "out" and "down" are the matmuls behind attention and gate; "" is any
-    other; "never": backward does not need it. workspace: bytes that its backward (for the loss: its forward) holds
-    besides saved tensors. random: numbers drawn in forward, for dropout. rate: the measured operation whose
-    element-wise work it resembles. beside: the operations that hide its hidden messages; none: itself. behind: those
-    that do behind them, in chunks.
+    "normed", "latent", "core", "inner" and "gate" are as in `Saved`; "out" and "down" are the matmuls behind attention
+    and gate; "" is any other; "never": backward does not need it. workspace: bytes that its backward (for the loss: its
+    forward) holds besides saved tensors. random: numbers drawn in forward, for dropout. rate: the measured operation
+    whose element-wise work it resembles. beside: the operations that hide its hidden messages; none: itself. behind:
+    those that do behind them, in chunks.
     """
 
     name: str
@@ -141,13 +155,17 @@ class Program:
     the matmul itself adds to the weight's gradient in fp32. pads_values: value heads that are narrower than key heads
     are padded to their width. rows_beside: experts' rows travel beside the shared expert. batch_first: activations are
     (B, T, D), so pieces of several sequences are put in order by copies. tensor: its way of tensor parallelism.
-    library: of fused attention.
+    library: of fused attention. narrow_factors: what is kept for a weight's gradient alone is kept as its matmul rounds
+    it; narrow_gates: so is the gate's input. narrow_experts: experts multiply rounded factors at the rate of 8 bits.
+    early_weights: experts' results have their router's weights before the last matmul, so backward does not need them.
+    late_experts: a schedule that defers weight gradients defers those of experts, too.
+    once_per_node: a row crosses to a node once, however many of its experts are there; a group of experts is a node.
     """
 
     attention: Literal["flash", "blocks", "plain"] = "flash"
     masks: Literal["bytes", "numbers"] = "bytes"
     probability_dropout: bool = False
-    selective: Literal["core", "operations"] = "core"
+    selective: Literal["core", "operations", "latent"] = "core"
     fused: bool = True
     compiles: bool = False
     loss: Literal["chunks", "fused", "plain"] = "chunks"
@@ -158,6 +176,12 @@ class Program:
     tensor: TensorWay = OWN_WAY
     library: Library = "flash"
     batch_first: bool = False
+    narrow_factors: bool = False
+    narrow_gates: bool = False
+    narrow_experts: bool = False
+    early_weights: bool = False
+    late_experts: bool = False
+    once_per_node: bool = False
 
     @property
     def joined(self) -> bool:
@@ -219,6 +243,10 @@ class Sizes:
     @property
     def n(self) -> float:
         return self.N / self.tp if self.sp else self.N
+
+    def kept(self, narrow: bool) -> float:
+        """Bytes per element of what is kept for backward. narrow: as matmuls round it, if they do."""
+        return self.narrow if narrow and self.narrow else self.e
 
     def loss_chunks(self, program: Program, rows: float) -> int:
         """Number of chunks that the loss cuts these rows of logits into."""

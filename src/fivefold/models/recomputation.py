@@ -39,8 +39,8 @@ class Recomputed:
 
 OPERATIONS = {
     "attention": Recomputed(
-        frozenset({"core", "inner", "attended"}),
-        frozenset({"core", "inner", "out"}),
+        frozenset({"latent", "core", "inner", "attended"}),
+        frozenset({"latent", "core", "inner", "out"}),
         frozenset({"copied"}),
         "out",
     ),
@@ -88,10 +88,10 @@ class Region:
 SCORES = 0.5
 """Share of fused attention's forward that computes probabilities. The rest multiplies them with the values."""
 EVERY: frozenset[Role] = frozenset(
-    {"input", "stream", "norm", "product", "core", "inner", "gate", "attended", "fed"}
+    {"input", "stream", "norm", "normed", "product", "latent", "core", "inner", "gate", "attended", "fed"}
 )
 """Roles of the tensors that are kept if nothing is recomputed."""
-PARTS: frozenset[Part] = frozenset({"", "norm", "core", "inner", "out", "gate", "down"})
+PARTS: frozenset[Part] = frozenset({"", "norm", "normed", "latent", "core", "inner", "out", "gate", "down"})
 NEVER: frozenset[Part] = frozenset({"never"})
 REGIONS = {
     "nothing": Region(EVERY),
@@ -104,8 +104,12 @@ REGIONS = {
         matmuls=0.5,
         collectives="gathers",
     ),
+    "latent": Region(
+        EVERY - {"norm", "normed", "latent", "gate"}, frozenset({"norm", "normed", "latent", "gate"})
+    ),
 }
-"""core: attention's scores, softmax and dropout (arXiv 2205.05198, section 5). operations: every second matmul and all
+"""core: attention's scores, softmax and dropout (arXiv 2205.05198, section 5). latent: norms, what latent vectors are
+made into, and gates (arXiv 2412.19437, sections 3.2.3 and 3.3.3). operations: every second matmul and all
 operations between matmuls. That is torchtitan's default. It keeps the results of attention and of reduce-scatters."""
 MODES: dict[str, str | None] = {"none": "nothing", "selective": None, "full": "block"}
 """The region that each mode of `layout.recompute` repeats. None: the program says it (`Program.selective`)."""

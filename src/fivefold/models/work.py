@@ -169,9 +169,8 @@ def norm(
     part: Part = ""
     if reader:
         kept = kept_input(reader, s)
-        if reader.name in ENTRIES and kept == n * D * e:
-            part = "norm"
-        saved.append(Saved(f"{name} output", kept, "norm" if part else "stream"))
+        part = "norm" if reader.name in ENTRIES and kept == n * D * e else "normed"
+        saved.append(Saved(f"{name} output", kept / e * s.kept(program.narrow_factors), part))
     moved = forward * n * D * e, backward * n * D * e
     return Operation(name, None, 0.0, *moved, kernels, saved=tuple(saved), part=part, rate="norm")
 
@@ -383,19 +382,22 @@ def _plain_attention(s: Sizes, program: Program, causal: float) -> list[Operatio
 def feed_forward(s: Sizes, program: Program, gated: bool, biased: bool) -> list[Operation]:
     F, e, N = (s.model.ffn_dim or 0) / s.tp, s.e, s.N
     wide = 2 * F if gated else F
-    kept = Saved("up", N * wide * e, "product")
+    kept = Saved("up", N * wide * s.kept(gated and program.narrow_gates), "product")
     return [
         region_first("up", s, program, wide, None, biased, (kept,), ordered=False, projections=1 + gated),
-        activation("", program, N * F * e, N * wide * e, gated),
+        activation("", program, N * F * e, N * wide * e, gated, s.kept(program.narrow_factors) / e),
         region_last("down", s, program, F, "down", biased, ordered=False),
     ]
 
 
-def activation(prefix: str, program: Program, size: float, workspace: float, gated: bool = True) -> Operation:
+def activation(
+    prefix: str, program: Program, size: float, workspace: float, gated: bool = True, part: float = 1.0
+) -> Operation:
     """GELU, one operation of PyTorch's; or SwiGLU's gate, two. Eager, the silu between these is kept, too. size: bytes
-    of the result. workspace: of both its inputs' gradients; that of the result takes the place of the result."""
+    of the result. part: of these that are kept. workspace: of both its inputs' gradients; that of the result takes the
+    place of the result."""
     forward, backward, kernels = (2, 3, 1) if not gated else (3, 5, 1) if program.fused else (5, 13, 2)
-    kept: list[Saved] = [Saved(f"{prefix}activation", size, "gate")]
+    kept: list[Saved] = [Saved(f"{prefix}activation", part * size, "gate")]
     if gated and program.eager:
         kept.append(Saved(f"{prefix}silu", size, "gate"))
     kind, moved = "gate" if gated else "gelu", (forward * size, backward * size)
@@ -415,30 +417,29 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
     if program.compiles and model.capacity_factor:  # every expert has as many rows as it may
         k = E * expert_capacity(model.capacity_factor, N, k, E) / N
     routed, received, here = N * k, N * k * (s.load if s.ep > 1 else 1.0), E / s.ep
-    most = max(routed, received)
-    home, home_back = s.sends(ROWS, most * D, s.chunks)
-    there, there_back = home, home_back  # to experts: rows in forward, gradients of results in backward
-    if s.dispatched:
-        there, there_back = s.sends(replace(ROWS, number=1), most * s.dispatched, s.chunks)
     order = 2 * received * D * e if s.ep > 1 else 0.0  # rows arrive by rank; they are put in order, and back
     alone = program.compiles and not model.shared_experts  # then nothing keeps the input itself
     wide = N * D * (4 - e if alone else 4 * (e != 4))
     # all of a token, the k largest by weight, number and row; and the router's weight in fp32
     scores = (N * (4 * E + 30 * k) + 4 * E * D) * program.compiles
-    kept = Saved("router input in fp32", wide, "stream"), Saved("scores", scores, "stream")
+    kept = Saved("router input in fp32", wide, "normed"), Saved("scores", scores, "stream")
     moved = 8 * N * E * 4
     router = Operation("router", Matmul(N, E, D, sensitive=True), 0.0, moved, moved, 8, saved=kept)
     experts = _swiglu("experts", received, F, s, program, here, s.chunks)
     shared = _swiglu("shared", N, model.shared_experts * F, s, program) if model.shared_experts else []
+    role: Role = "fed" if program.joined else "stream"
     combine = Operation(
         "combine",
         forward=3 * routed * D * e + order,
         backward=3 * routed * D * e + order,
         kernels=4,
-        saved=(Saved("experts' output", routed * D * e, "fed" if program.joined else "stream"),),
+        saved=() if program.early_weights else (Saved("experts' output", routed * D * e, role),),
     )
-    hides = tuple(shared) if program.rows_beside else ()
-    waits, combine = travel((there, home), (there_back, home_back), hides, tuple(experts), s.chunks, combine)
+    hides, crossing = tuple(shared) if program.rows_beside else (), 1.0
+    if program.once_per_node and model.expert_groups > 1:
+        crossing = min(k, model.groups_per_token) / k
+    sent = _rows(s, crossing * max(routed, received))
+    waits, combine = travel(*sent, hides, tuple(experts), s.chunks, combine)
     ops = [
         router,
         Operation(
@@ -448,7 +449,7 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
             kernels=4,
             sent_forward=s.sends(COUNTS, s.chunks * E)[0],
             sent_backward=(*summed, *weights),
-            saved=(Saved("routed", received * D * e, "stream"),),
+            saved=(Saved("routed", received * D * s.kept(program.narrow_factors), "stream"),),
         ),
         *shared,
         *waits,
@@ -464,6 +465,18 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
     return [*ops, *(replace(op, part="" if learns else "never") for op in sums)]
 
 
+_Sent = tuple[Message, ...]
+
+
+def _rows(s: Sizes, rows: float) -> tuple[tuple[_Sent, _Sent], tuple[_Sent, _Sent]]:
+    """Messages of rows to experts and home, in forward and in backward, which sends gradients of results to experts."""
+    home = there = s.sends(ROWS, rows * s.model.dim, s.chunks)
+    if s.dispatched:
+        there = s.sends(replace(ROWS, number=1), rows * s.dispatched, s.chunks)
+    forward, backward = zip(there, home, strict=True)
+    return forward, backward
+
+
 def _swiglu(
     name: str, rows: float, F: float, s: Sizes, program: Program, count: float = 1, chunks: int = 1
 ) -> list[Operation]:
@@ -477,9 +490,15 @@ def _swiglu(
             f"{name} up",
             Matmul(each, 2 * F, D, count, grouped=grouped),
             backward=2 * added,
-            saved=(Saved(f"{name} up", rows * 2 * F * e, "product"),),
+            saved=(Saved(f"{name} up", rows * 2 * F * s.kept(program.narrow_gates), "product"),),
         ),
-        activation(f"{name} ", program, rows * F * e, 2 * rows / chunks * F * e),
+        activation(
+            f"{name} ",
+            program,
+            rows * F * e,
+            2 * rows / chunks * F * e,
+            part=s.kept(program.narrow_factors) / e,
+        ),
         Operation(
             f"{name} down",
             Matmul(each, D, F, count, grouped=grouped),

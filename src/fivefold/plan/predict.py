@@ -32,6 +32,7 @@ from fivefold.plan.setting import (
     setting,
     software_of,
 )
+from fivefold.plan.software import memory_evidence
 from fivefold.plan.time import offload, servers
 from fivefold.plan.time.stage_costs import Parts, parts, recomputed
 from fivefold.plan.time.time import SlowLinks, Stalls, Step, slow_links, stalls, step
@@ -97,9 +98,12 @@ class Plan:
         return limit(self.setting.cluster)
 
     @property
-    def memory_error(self) -> float:
-        """Mean error of the memory formula on such devices, as measured."""
-        return memory.ERROR if self.setting.cluster.on_cpu else memory.PUBLISHED_ERROR
+    def memory_error(self) -> float | None:
+        """Mean error of the memory formula on such devices, as measured; None: nobody has measured such a run."""
+        if self.setting.cluster.on_cpu:
+            return memory.ERROR
+        found = memory_evidence(self.setting)
+        return found and found.mean
 
     @property
     def fits(self) -> bool:

@@ -162,13 +162,13 @@ def _check(path: Path, key: str, value: Any) -> None:
 
 
 PUBLISHED = Path(__file__).with_name("published.json")
-"""Of each kind of published run: [generation, bytes of a factor, experts, fused, sources, fewest and most devices,
-rows, mean, worst error]."""
+"""Of each kind of published run, for time ("kinds") and for memory: [the kind's fields, sources, fewest and most
+devices, rows, mean, worst error]."""
 
 
 class Kind(NamedTuple):
-    """What a published run and a plan must share, so that one says how far the other may be off. generation: of the
-    devices. factor: bytes per element of what matmuls multiply. fused: consecutive operations are one pass."""
+    """What a published run and a plan must share, so that one says how far the other's time may be off. generation: of
+    the devices. factor: bytes per element of what matmuls multiply. fused: consecutive operations are one pass."""
 
     generation: str
     factor: float
@@ -176,9 +176,16 @@ class Kind(NamedTuple):
     fused: bool
 
 
+class MemoryKind(NamedTuple):
+    """The same for memory. gathers: weights are gathered for each use (ZeRO 3)."""
+
+    experts: bool
+    gathers: bool
+
+
 class Evidence(NamedTuple):
-    """How far plans were off, in seconds of a step. sources: whose runs. fewest, most: devices of a run. mean, worst:
-    relative errors."""
+    """How far plans were off, in seconds of a step or in bytes. sources: whose runs. fewest, most: devices of a run.
+    mean, worst: relative errors."""
 
     sources: str
     fewest: int
@@ -187,12 +194,14 @@ class Evidence(NamedTuple):
     mean: float
     worst: float
 
-    def __str__(self) -> str:
-        off = f"{100 * self.mean:.2g}% off in time on average, {100 * self.worst:.2g}% at worst"
-        devices = (
-            f"{self.fewest:,} to {self.most:,} devices" if self.most > self.fewest else f"{self.most} devices"
-        )
-        return f"plans of {self.rows} published runs of this kind ({self.sources}; {devices}) were {off}"
+    def says(self, what: str) -> str:
+        """In words. what: "time" or "memory"."""
+        devices = f"{self.fewest:,} to {self.most:,}" if self.most > self.fewest else f"{self.most:,}"
+        devices += " device" + "s" * (self.most > 1)
+        kind, off = f"of this kind ({self.sources}; {devices})", f"{100 * self.mean:.2g}% off in {what}"
+        if self.rows == 1:
+            return f"the plan of one published run {kind} was {off}"
+        return f"plans of {self.rows} published runs {kind} were {off} on average, {100 * self.worst:.2g}% at worst"
 
 
 def kind_of(s: Setting) -> Kind | None:
@@ -201,13 +210,31 @@ def kind_of(s: Setting) -> Kind | None:
     return sheet and Kind(sheet.generation, DTYPES[s.rate].bytes, s.card.has_experts, s.software.fused)
 
 
+def memory_kind_of(s: Setting) -> MemoryKind:
+    return MemoryKind(s.card.has_experts, s.layout.zero == 3)
+
+
 def evidence(s: Setting) -> Evidence | None:
     """What published runs of the same kind say of a plan's seconds. None: nobody published such a run."""
-    kind = kind_of(s)
-    return _published().get(kind) if kind else None
+    return _published()[0].get(kind_of(s))
+
+
+def memory_evidence(s: Setting) -> Evidence | None:
+    """The same of a plan's bytes on a GPU."""
+    return _published()[1].get(memory_kind_of(s))
+
+
+def said(s: Setting) -> list[str]:
+    """Both in words, memory first."""
+    found = {"memory": memory_evidence(s), "time": evidence(s)}
+    return [
+        each.says(what) if each else f"nobody has published the {what} of a run of this kind"
+        for what, each in found.items()
+    ]
 
 
 @cache
-def _published() -> dict[Kind, Evidence]:
-    rows = read_json(PUBLISHED)["kinds"]
-    return {Kind(*row[:4]): Evidence(*row[4:]) for row in rows}
+def _published() -> tuple[dict[Kind | None, Evidence], dict[MemoryKind, Evidence]]:
+    found = read_json(PUBLISHED)
+    times = {Kind(*row[:4]): Evidence(*row[4:]) for row in found["kinds"]}
+    return times, {MemoryKind(*row[:2]): Evidence(*row[2:]) for row in found["memory"]}

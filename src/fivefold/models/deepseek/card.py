@@ -134,8 +134,10 @@ class Card(moe.Card):
         )
         return [
             *self._latents(s, program),
-            work.region_first("query up", s, program, H * w.query, w.query_rank or s.model.dim, part="inner"),
-            work.region_first("key-value up", s, program, H * w.key_value, w.kv_rank, part="inner"),
+            work.region_first(
+                "query up", s, program, H * w.query, w.query_rank or s.model.dim, part="latent"
+            ),
+            work.region_first("key-value up", s, program, H * w.key_value, w.kv_rank, part="latent"),
             Operation(
                 "heads",
                 forward=moved,
@@ -143,8 +145,8 @@ class Card(moe.Card):
                 kernels=1 if program.fused else 24 if program.eager else 8,
                 sent_forward=s.whole(w.rope),
                 sent_backward=s.sum(w.rope),
-                saved=() if blocks else (Saved("qkv", N * qkv * e, "inner"),),
-                part="inner",
+                saved=() if blocks else (Saved("qkv", N * qkv * e, "latent"),),
+                part="latent",
                 workspace=written,
             ),
             *work.core(s, program, self.causal, rotary=False, value=value),
@@ -159,13 +161,13 @@ class Card(moe.Card):
         rows = n if s.sp_regather else s.N  # kept in the region
         norms = 1 + (w.query_rank > 0)
         forward, backward, kernels = (2, 3, norms) if program.fused else (14, 24, 6 * norms)
-        kept = [Saved("normed latents", normed * rows / n, "inner"), Saved("rms", 4 * norms * n, "inner")]
+        kept = [Saved("normed latents", normed * rows / n, "latent"), Saved("rms", 4 * norms * n, "latent")]
         if program.eager:
-            kept.append(Saved("latents in fp32", normed / e * work.IN_FP32, "inner"))
+            kept.append(Saved("latents in fp32", normed / e * work.IN_FP32, "latent"))
         if not w.query_rank and rows > n:
-            kept.append(Saved("input of all ranks", rows * s.model.dim * e, "inner"))
+            kept.append(Saved("input of all ranks", rows * s.model.dim * e, "latent"))
         if blocks:  # each norm copies its part of the latents
-            kept.append(Saved("copied latents", normed, "inner"))
+            kept.append(Saved("copied latents", normed, "latent"))
         return [
             Operation(
                 "latents",
@@ -181,7 +183,7 @@ class Card(moe.Card):
                 backward=backward * normed,
                 kernels=kernels,
                 saved=tuple(kept),
-                part="inner",
+                part="latent",
                 workspace=n * w.latents * e + normed,
                 rate="norm",
             ),

@@ -184,7 +184,8 @@ def description(cluster: Cluster) -> str:
         head.append("as measured, with its messages (fivefold bench hardware)")
     else:
         libraries = {"attention": device.attention} | ({"cuDNN's": device.cudnn} if device.cudnn else {})
-        shares = f"matmul {device.matmul:.0%}, " + ", ".join(
+        narrow = f" ({device.matmul_fp8:.0%} in fp8)" if device.matmul_fp8 else ""
+        shares = f"matmul {device.matmul:.0%}{narrow}, " + ", ".join(
             f"{name} {ahead:.0%} and {back:.0%}" for name, (ahead, back) in libraries.items()
         )
         head.append(f"reached of it: {shares} (forward, backward)")

@@ -244,6 +244,7 @@ _KEYS = {
     "memory_bandwidth_tb_s": _Key("device", "bandwidth", 1e12),
     **{f"{dtype}_tflops": _Key("peak", dtype, 1e12) for dtype in RATED},
     "matmul_share": _Key("device", "matmul", most=1.0),
+    "fp8_matmul_share": _Key("device", "matmul_fp8", most=1.0),
     "units": _Key("device", "units", whole=True),
     "attention_forward_share": _Key("attention", "forward", most=1.0),
     "attention_backward_share": _Key("attention", "backward", most=1.0),

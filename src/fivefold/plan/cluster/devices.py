@@ -22,9 +22,10 @@ MARGIN = 0.07
 class Device:
     """One accelerator.
 
-    peak: dense FLOP/s by dtype, of the data sheet. matmul: share of it that the best matrix products reach. units:
-    processors that share a product's tiles. memory: bytes. bandwidth: bytes/s of memory, of the data sheet; streaming:
-    share of it that element-wise operations reach. attention: shares of `peak` that fused attention reaches in forward
+    peak: dense FLOP/s by dtype, of the data sheet. matmul: share of it that the best matrix products reach;
+    matmul_fp8: those of 8 bits, None: the same. units: processors that share a product's tiles. memory: bytes.
+    bandwidth: bytes/s of memory, of the data sheet; streaming: share of it that element-wise operations reach.
+    attention: shares of `peak` that fused attention reaches in forward
     and backward, on long sequences with heads of 128, with FlashAttention-2; cudnn: with cuDNN's, None: it is not
     faster there, or not measured. reserve: bytes that the program's runtime and the network library
     take (an estimate; reported as it is). spread: standard deviation of the speed of devices of one model on dense
@@ -45,6 +46,7 @@ class Device:
     streaming: float = 0.85
     attention: tuple[float, float] = (0.6, 0.5)
     cudnn: tuple[float, float] | None = None
+    matmul_fp8: float | None = None
     reserve: float = 1.5 * GIB
     spread: float = 0.015
     measured: Share | None = None
@@ -53,6 +55,10 @@ class Device:
     contended: float = 0.0
     watts: float = 0.0
     sheet: str = ""
+
+    def multiplies(self, dtype: str) -> float:
+        """Share of `peak` that the best matmuls reach."""
+        return self.matmul_fp8 if self.matmul_fp8 and dtype == "fp8" else self.matmul
 
     def attends(self, library: Library) -> tuple[float, float]:
         """Shares of `peak` that this library's attention reaches."""

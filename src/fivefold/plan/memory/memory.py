@@ -20,8 +20,6 @@ from fivefold.sharding.tiers import partitions
 
 ERROR = 0.015
 """Mean error of the formula against tracked peaks on CPUs (benchmarks/planner/own_memory.py), rounded up."""
-PUBLISHED_ERROR = 0.027
-"""Its mean error on GPUs, against published peaks of another program (benchmarks/planner/published.py, SimuMax)."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,8 @@ class Sums:
 
 def sums(s: Setting) -> Sums:
     """Sums over the operations of one rank."""
-    work, e, narrow = s.work, s.sizes.e, s.sizes.narrow
+    work, narrow, late = s.work, s.sizes.narrow, s.software.late_experts
+    held = s.sizes.kept(s.software.narrow_factors)
 
     def workspace(op: Operation) -> float:  # the rounded factors of one matmul exist at once
         if not (op.matmul and narrow):
@@ -95,7 +94,8 @@ def sums(s: Setting) -> Sums:
             cut[-1].append(op)
         parts = [(saved(ops), saved(ops, True), max(map(workspace, ops))) for ops in cut if ops]
         products = (op.matmul for op in block if op.matmul and op.matmul.weight)
-        return BlockSums(saved(block), sum(m.count * m.m * (m.k + m.n) * e for m in products), parts)
+        owed = sum(m.count * m.m * (m.k + m.n) for m in products if late or not m.grouped) * held
+        return BlockSums(saved(block), owed, parts)
 
     largest = max(op.workspace for op in work.end)
     return Sums(ByKind(of_block), saved(work.begin), saved(work.end), largest)

@@ -53,7 +53,7 @@ def products(p: Matmul, device: Device, dtype: str, e: float) -> tuple[float, fl
 def matmul(product: Matmul, device: Device, dtype: str, e: float) -> float:
     """Seconds of `product.count` matmuls: whole waves of tiles over the processors, or the bytes moved."""
     m, n, k = product.m, product.n, product.k
-    rate = device.peak[dtype] * device.matmul / device.units
+    rate = device.peak[dtype] * device.multiplies(dtype) / device.units
     waves = math.inf
     for (rows, columns), share in TILES:
         tiles = math.ceil(m / rows) * math.ceil(n / columns) * product.count
@@ -188,7 +188,8 @@ def operation(op: Operation, s: Setting) -> Cost:
         each = op.matmul.rounded(s.rounded_once[op.matmul.grouped], both or delayed)
         each = (*each[:2], 0.0) if delayed else each
         narrow = s.sizes.narrow and any(each)
-        rate = dtype if s.sizes.narrow and (op.matmul.grouped or not narrow) else s.rate
+        wide = not narrow or (op.matmul.grouped and not s.software.narrow_experts)
+        rate = dtype if s.sizes.narrow and wide else s.rate
         ahead, first, second = products(op.matmul, device, rate, e)
         if narrow:
             one, two, three = (stream(s.rounding_traffic * size, device, "copy", dtype) for size in each)
