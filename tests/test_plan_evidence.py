@@ -149,7 +149,7 @@ def test_weight_gradients_of_experts_wait_only_where_a_program_defers_them() -> 
 
     def owed(**changes: bool) -> float:
         s = setting_of(replace(NEMO, **changes), "fp8")
-        return memory.sums(s).owed[s.kind(True, "none")]
+        return memory.sums(s).block[s.kind(True, "none")].owed
 
     s = setting_of()
     N, k, D, F = s.sizes.N, 8, s.model.dim, s.model.expert_ffn_dim or 0

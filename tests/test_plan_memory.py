@@ -276,7 +276,7 @@ def test_chunks_round_a_weight_once() -> None:
     model = resolve_model(load("llama-7b").model, vocab_size=32000)
     layouts = [Layout(tp=2, dp_shard=8, zero=3, sp=True, tp_chunks=n) for n in (1, 8)]
     settings = [setting(model, layout, parse("h100:2x8"), 1, 1, "fp8") for layout in layouts]
-    once, cut = ([part[2] for part in memory.sums(s).parts[False, False]] for s in settings)
+    once, cut = ([part[2] for part in memory.sums(s).block[False, False].parts] for s in settings)
     assert max(cut) == max(once) > 0
     assert all(after <= 1.5 * before for before, after in zip(once, cut, strict=True))
 
