@@ -12,7 +12,6 @@ import published
 import pytest
 
 from fivefold.models.recomputation import region
-from fivefold.models.work import ROWS
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.cluster.devices import Device, Link
 from fivefold.plan.memory import memory
@@ -22,6 +21,7 @@ from fivefold.plan.software import MEGATRON_CORE, NEMO, Evidence, memory_evidenc
 from fivefold.plan.time import time
 from fivefold.recipe import load, resolve_model
 from fivefold.sharding.layout import Layout
+from fivefold.sharding.units import ROWS
 
 RESULTS = Path(published.__file__).parents[1] / "results"
 SHEET = {"peak", "units", "memory", "bandwidth", "watts", "measured", "reduce", "mesh"}

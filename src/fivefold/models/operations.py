@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Self, TypeVar
 
 from fivefold.kernels import sizes
 from fivefold.models.section import ModelSection
-from fivefold.sharding.units import AGAIN, SUM, WHOLE, Collective, What
+from fivefold.sharding.units import AGAIN, ROWS, SUM, WHOLE, Collective, What
 
 T = TypeVar("T")
 Role = Literal[
@@ -120,6 +120,9 @@ class Operation:
     rate: Rate = "copy"
     beside: tuple[Operation, ...] = ()
     behind: tuple[Operation, ...] = ()
+
+
+Sent = tuple[Message, ...]
 
 
 class TensorWay(NamedTuple):
@@ -332,6 +335,14 @@ class Sizes:
         axis, size = collective.axis, numbers * (collective.number or self.e)
         ways = (collective.forward, collective.backward) if getattr(self, axis) > 1 else (None, None)
         forward, backward = ((Message(what, axis, size, calls=calls),) if what else () for what in ways)
+        return forward, backward
+
+    def rows_sent(self, rows: float) -> tuple[tuple[Sent, Sent], tuple[Sent, Sent]]:
+        """Messages of rows to experts and home, in forward and in backward (gradients of results go to experts)."""
+        home = there = self.sends(ROWS, rows * self.model.dim, self.chunks)
+        if self.dispatched:
+            there = self.sends(replace(ROWS, number=1), rows * self.dispatched, self.chunks)
+        forward, backward = zip(there, home, strict=True)
         return forward, backward
 
 

@@ -17,7 +17,6 @@ from fivefold.sharding.units import (
     HEADS,
     KEYS,
     LOSS_STATISTICS,
-    ROWS,
     STATISTICS,
     SUM,
     TARGETS,
@@ -438,7 +437,7 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
     hides, crossing = tuple(shared) if program.rows_beside else (), 1.0
     if program.once_per_node and model.expert_groups > 1:
         crossing = min(k, model.groups_per_token) / k
-    sent = _rows(s, crossing * max(routed, received))
+    sent = s.rows_sent(crossing * max(routed, received))
     waits, combine = travel(*sent, hides, tuple(experts), s.chunks, combine)
     ops = [
         router,
@@ -463,18 +462,6 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
     sums += [Operation("balance", kernels=0, sent_forward=total)] if total else []
     # Only if the router's own loss terms have a gradient does recomputation get this far.
     return [*ops, *(replace(op, part="" if learns else "never") for op in sums)]
-
-
-_Sent = tuple[Message, ...]
-
-
-def _rows(s: Sizes, rows: float) -> tuple[tuple[_Sent, _Sent], tuple[_Sent, _Sent]]:
-    """Messages of rows to experts and home, in forward and in backward, which sends gradients of results to experts."""
-    home = there = s.sends(ROWS, rows * s.model.dim, s.chunks)
-    if s.dispatched:
-        there = s.sends(replace(ROWS, number=1), rows * s.dispatched, s.chunks)
-    forward, backward = zip(there, home, strict=True)
-    return forward, backward
 
 
 def _swiglu(

@@ -236,5 +236,5 @@ def said(s: Setting) -> list[str]:
 @cache
 def _published() -> tuple[dict[Kind | None, Evidence], dict[MemoryKind, Evidence]]:
     found = read_json(PUBLISHED)
-    times = {Kind(*row[:4]): Evidence(*row[4:]) for row in found["kinds"]}
+    times: dict[Kind | None, Evidence] = {Kind(*row[:4]): Evidence(*row[4:]) for row in found["kinds"]}
     return times, {MemoryKind(*row[:2]): Evidence(*row[2:]) for row in found["memory"]}
