@@ -164,7 +164,8 @@ def test_deadlines_count_in_whole_nodes_of_any_number(monkeypatch: pytest.Monkey
     small = change(LLAMA, [*sets, "train.microbatch_size=1"], "dp=1")
     cluster = replace(parse("h100"), per_node=2)
     speeds = {n: search(small, replace(cluster, devices=n), 1).plans[0].tokens_per_s for n in (4, 6)}
-    asked = Questions(1e12, deadline=1e12 / (0.3 * speeds[4] + 0.7 * speeds[6]))
+    deadline = 1e12 / (0.3 * speeds[4] + 0.7 * speeds[6])
+    asked = Questions(1e12, deadline=deadline)
     best, stride = fewest_devices(small, cluster, asked)
     assert best is not None
     assert (best.layout.ranks, stride) == (6, 1)
@@ -173,7 +174,7 @@ def test_deadlines_count_in_whole_nodes_of_any_number(monkeypatch: pytest.Monkey
     again, stride = fewest_devices(small, cluster, asked)
     assert again is not None
     assert (again.layout, stride) == (best.layout, 1)
-    _, stride = fewest_devices(small, cluster, replace(asked, deadline=asked.deadline / 1e3))
+    _, stride = fewest_devices(small, cluster, replace(asked, deadline=deadline / 1e3))
     assert stride > 1, "none of those tried meets it"
 
 

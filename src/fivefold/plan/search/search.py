@@ -197,13 +197,12 @@ class Search:
 
     def smallest(self) -> tuple[Plan, bool]:
         """The layout with the least memory; True if no other has less, False if not all were counted that may."""
-        best, sure = (math.inf, None), False
+        counted, sure = list[tuple[float, Choice]](), False
         for size, rest, c in islice(self.by_bytes(), COUNTED):
-            best = min(best, (size, c), key=itemgetter(0))
-            if sure := best[0] <= rest:
+            counted.append((size, c))
+            if sure := min(counted, key=itemgetter(0))[0] <= rest:
                 break
-        assert best[1] is not None, "a space has layouts"
-        return price(self.bounds.setting(best[1])), sure
+        return price(self.bounds.setting(min(counted, key=itemgetter(0))[1])), sure
 
 
 @contextmanager
