@@ -383,6 +383,11 @@ _READ = [
 """(key, how to read it, what it is by default, its row): a search asks this of each layout."""
 
 
+def without_effect(recipe: Sections) -> set[str]:
+    """The keys of the values without effect."""
+    return {key for key, *_ in _unused(recipe)}
+
+
 def _unused(recipe: Sections) -> Iterator[tuple[str, str, str, str]]:
     """(key, `key = value`, why, the other field or "") of the values without effect."""
     for key, read, plain, row in _READ:

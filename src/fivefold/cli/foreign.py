@@ -1,0 +1,25 @@
+"""What `fivefold plan` says of another program's configuration before its plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def told(name: str, cluster: str, json: bool) -> dict[str, Any]:
+    """Prints what was understood of a configuration and what was not, unless `json`. Returns {"read": the same}; {} for
+    a recipe. Raises UserError: as `fivefold.recipe.foreign.read`."""
+    from fivefold.plan.cluster.clusters import parse
+    from fivefold.recipe.load import read_foreign
+
+    reading = read_foreign(name, parse(cluster).devices)
+    if reading is None:
+        return {}
+    if not json:
+        print(
+            f"{name}: read as a configuration of {reading.kind.name}: {len(reading.understood)} keys understood"
+        )
+        lines = [f"no effect on a plan ({why}): {', '.join(keys)}" for why, keys in reading.unused.items()]
+        lines += [f"not understood: {key}: {why}" for key, why in reading.missing.items()]
+        print("".join(f"  {line}\n" for line in [*reading.notes, *lines]))
+    parts = ("understood", "unused", "missing", "notes")
+    return {"read": {"kind": reading.kind.name} | {part: getattr(reading, part) for part in parts}}

@@ -1,0 +1,65 @@
+"""What a kind of configuration is, and what was read of one. No torch."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fivefold.errors import UserError
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Configurations of another program. file: of its tables, beside this one. given: keys and values of a file.
+    derive: sets our fields that no table can say."""
+
+    name: str
+    file: str
+    given: Callable[[Path], dict[str, Any]]
+    derive: Callable[[Reading], None]
+
+    @cached_property
+    def tables(self) -> Mapping[str, Any]:
+        return tomllib.loads(Path(__file__).with_name(self.file).read_text("utf-8"))
+
+
+@dataclass
+class Reading:
+    """What was read of one configuration. devices: that it is for (0: not known). model_of: [model] of a shipped
+    recipe. fields: ours, by "section.name". understood: {their key: our fields}. unused: {why: keys that change no
+    plan}. missing: {their key and value: why it has no counterpart}. notes: what the file leaves open."""
+
+    kind: Kind
+    path: Path
+    given: dict[str, Any]
+    devices: int
+    model_of: Callable[[str], dict[str, Any]]
+    fields: dict[str, Any]
+    understood: dict[str, str] = field(default_factory=dict)
+    unused: dict[str, list[str]] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def number(self, key: str, default: int, least: int = 0) -> int:
+        """Their whole number. Raises UserError: it is none, or too small."""
+        value = self.given.get(key, default)
+        if type(value) is not int or value < least:
+            raise UserError(f"{self.path}: {key} = {value!r:.60}: must be a whole number >= {least}")
+        return value
+
+    def lacks(self, key: str, why: str) -> None:
+        """Their value has no counterpart."""
+        self.understood.pop(key, None)
+        self.missing[f"{key} = {self.given.get(key)!s:.60}"] = why
+
+    def table(self) -> dict[str, dict[str, Any]]:
+        """Our fields by section."""
+        found: dict[str, dict[str, Any]] = {}
+        for key, value in self.fields.items():
+            section, _, name = key.partition(".")
+            found.setdefault(section, {})[name] = value
+        return found
