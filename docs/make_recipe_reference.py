@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from fivefold.recipe import explain, load
-from fivefold.recipe.foreign import KINDS
+from fivefold.recipe.foreign import KINDS, tables
 from fivefold.recipe.messages import KEYS, SECTIONS, allowed, entry_type, toml_value
 
 PAGE = Path(__file__).with_name("recipes.md")
@@ -63,14 +63,14 @@ def with_keys(page: str) -> str:
 
 def keys() -> str:
     """A row for each field that keys of other programs set, in the schema's order."""
-    kinds = [kind for kind in KINDS if "copied" in kind.tables]
+    kinds = [kind for kind in KINDS if "copied" in tables(kind)]
     rows: dict[str, list[list[str]]] = {key: [[] for _ in kinds] for key in ("[model]", *KEYS)}
     for column, kind in enumerate(kinds):
-        for theirs, ours in (kind.tables["copied"] | kind.tables["derived"]).items():
+        for theirs, ours in (tables(kind)["copied"] | tables(kind)["derived"]).items():
             for key in ours.split(", "):
                 if key in rows:
                     rows[key][column].append(f"`{theirs}`")
-    lines = ["", f"| Field | {' | '.join(kind.name for kind in kinds)} |", "|---" * (len(kinds) + 1) + "|"]
+    lines = ["", f"| Field | {' | '.join(kind.NAME for kind in kinds)} |", "|---" * (len(kinds) + 1) + "|"]
     lines += [
         f"| `{key}` | {' | '.join(map(', '.join, cells))} |" for key, cells in rows.items() if any(cells)
     ]

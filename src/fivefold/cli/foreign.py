@@ -15,11 +15,9 @@ def told(name: str, cluster: str, json: bool) -> dict[str, Any]:
     if reading is None:
         return {}
     if not json:
-        print(
-            f"{name}: read as a configuration of {reading.kind.name}: {len(reading.understood)} keys understood"
-        )
+        print(f"{name}: read as a configuration of {reading.kind}: {len(reading.understood)} keys understood")
         lines = [f"no effect on a plan ({why}): {', '.join(keys)}" for why, keys in reading.unused.items()]
         lines += [f"not understood: {key}: {why}" for key, why in reading.missing.items()]
         print("".join(f"  {line}\n" for line in [*reading.notes, *lines]))
     parts = ("understood", "unused", "missing", "notes")
-    return {"read": {"kind": reading.kind.name} | {part: getattr(reading, part) for part in parts}}
+    return {"read": {"kind": reading.kind} | {part: getattr(reading, part) for part in parts}}

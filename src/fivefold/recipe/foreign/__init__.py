@@ -1,12 +1,14 @@
-"""Configurations of other programs, read as recipes. To add a kind, write a file with its `Kind`, a TOML file with its
-tables, and name it in KINDS. No torch."""
+"""Configurations of other programs, read as recipes. A kind is a module with its NAME, `given` (keys and values of a
+file) and `derive` (which sets our fields that no table can say), and a TOML file of tables beside it. No torch."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +17,37 @@ from pydantic import ValidationError
 from fivefold.errors import UserError
 from fivefold.files import read_text
 from fivefold.recipe.foreign import hugging_face, megatron, torchtitan
-from fivefold.recipe.foreign.kind import Kind, Reading
+from fivefold.recipe.foreign.reading import Reading
 from fivefold.recipe.messages import KEYS, SECTIONS, allowed
-from fivefold.recipe.rules.combinations import without_effect
+from fivefold.recipe.rules.combinations import unused
 from fivefold.recipe.schema import Sections
 
-KINDS: tuple[Kind, ...] = (hugging_face.KIND, torchtitan.KIND, megatron.KIND)
+KINDS: tuple[Any, ...] = (hugging_face, torchtitan, megatron)
 MOST_BYTES, SMALL, STEPS = 256 << 10, 4096, 1000
 """Of a file. The default tokenizer's size, beyond a smaller vocabulary. Steps of a run whose file does not say them."""
 
 
-def kind_of(path: Path) -> tuple[Kind, Path] | None:
+@cache
+def tables(kind: Any) -> Mapping[str, Any]:
+    return tomllib.loads(Path(kind.__file__).with_suffix(".toml").read_text("utf-8"))
+
+
+def kind_of(path: Path) -> tuple[Any, Path] | None:
     """The kind of another program's configuration, and its file: a Hugging Face folder has one. Raises UserError: the
     file cannot be read."""
     file = path / "config.json" if path.is_dir() and not (path / "recipe.toml").exists() else path
-    kinds = [(kind, sign) for kind in KINDS if (sign := kind.tables["signs"].get(file.suffix)) is not None]
-    text = read_text(file, MOST_BYTES) if kinds and file.is_file() else None
-    found = (kind for kind, sign in kinds if text is not None and re.search(sign, text, re.MULTILINE))
-    return next(((kind, file) for kind in found), None)
+    for kind in KINDS:
+        sign = tables(kind)["signs"].get(file.suffix)
+        if sign and file.is_file() and re.search(sign, read_text(file, MOST_BYTES), re.MULTILINE):
+            return kind, file
+    return None
 
 
 def refuse(path: Path) -> None:
     """Raises UserError: this is a configuration of another program, which only `fivefold plan` reads."""
     if found := kind_of(path):
         raise UserError(
-            f"{path}: this is a configuration of {found[0].name}, not a recipe. `fivefold plan {path} --cluster "
+            f"{path}: this is a configuration of {found[0].NAME}, not a recipe. `fivefold plan {path} --cluster "
             "h100:64 --save recipe.toml` writes what it understands of it as one"
         )
 
@@ -59,14 +67,14 @@ def read(path: Path, devices: int, model_of: Callable[[str], dict[str, Any]]) ->
     if (found := kind_of(path)) is None:
         return None
     kind, path = found
-    if why := kind.tables.get("refused", {}).get(path.suffix):
+    table, given = tables(kind).get, dict[str, Any]()
+    if why := table("refused", {}).get(path.suffix):
         raise UserError(f"{path}: {why}")
-    table, given = kind.tables.get, dict[str, Any]()
     for key, value in kind.given(path).items():
         name, equals, word = table("earlier", {}).get(key, key).partition("=")
         given[name] = word if equals else value
     said = {key: value for key, value in given.items() if "$" not in str(value)}
-    reading = Reading(kind, path, said, devices, model_of, dict(table("meant", {})))
+    reading = Reading(kind.NAME, path, tables(kind), said, devices, model_of, dict(table("meant", {})))
     for key, ours in table("copied", {}).items():
         if said.get(key) is not None and said[key] is not False:
             _copy(reading, key, ours, table("words", {}).get(key))
@@ -79,9 +87,8 @@ def read(path: Path, devices: int, model_of: Callable[[str], dict[str, Any]]) ->
             reading.unused.setdefault(why or "switched off", []).append(key)
         else:
             why = _named(table("lacking", {}), key) or "not known here"
-            reading.missing[f"{key} = {given[key]!s:.60}"] = (
-                why if key in said else "the file does not say its value"
-            )
+            why = why if key in said else "the file does not say its value"
+            reading.missing[f"{key} = {given[key]!s:.60}"] = why
     return reading
 
 
@@ -92,7 +99,8 @@ def _copy(reading: Reading, key: str, ours: str, words: Mapping[str, Any] | None
         text = "true" if value is True else str(value)
         word = value if words is None else words.get(text, value if "*" in words else None)
         if word is None:
-            return reading.lacks(key, f"{ours} has only what stands for {', '.join(words or ())}")
+            why = _named(reading.tables.get("lacking", {}), key)
+            return reading.lacks(key, why or f"{ours} has only what stands for {', '.join(words or ())}")
         for name, one in (word if isinstance(word, dict) else {ours: word}).items():
             section, _, field = name.partition(".")
             try:
@@ -123,7 +131,7 @@ def _complete(reading: Reading) -> None:
         fields["train.steps"] = STEPS
         reading.notes.append(f"train.steps = {STEPS}: the file does not say how long the run is")
     with suppress(ValidationError):  # whoever makes a recipe of the fields says what is wrong
-        dropped |= without_effect(Sections.model_validate(reading.table()))
+        dropped |= {key for key, *_ in unused(Sections.model_validate(reading.table()))}
     reading.fields = {key: value for key, value in fields.items() if key not in dropped}
 
 

@@ -10,7 +10,9 @@ from fivefold.models import file_of
 from fivefold.models.card import card_of
 from fivefold.models.hf import from_hf_config, hf_config
 from fivefold.models.section import ModelSection
-from fivefold.recipe.foreign.kind import Kind, Reading
+from fivefold.recipe.foreign.reading import Reading
+
+NAME = "Hugging Face"
 
 LONGEST_CONTEXT = 2048
 """Tokens of a sequence that a Hugging Face model is trained on unless the recipe says more."""
@@ -18,6 +20,7 @@ HERE = {"freeze", "dropout"}
 """Fields of `[model]` that say how a run trains, and stay with it."""
 TOKENS = 1 << 22
 """Tokens of a step: the batch of Llama 2 (arXiv 2307.09288)."""
+given = read_json
 
 
 def hf_model(folder: Path) -> dict[str, Any]:
@@ -32,7 +35,7 @@ def _fields(model: ModelSection) -> dict[str, Any]:
     return fields
 
 
-def _derive(reading: Reading) -> None:
+def derive(reading: Reading) -> None:
     """Reads the model as import does. A key is understood if export would write the same value."""
     config, folder = reading.given, reading.path.parent
     model = from_hf_config({k: v for k, v in config.items() if k != "quantization_config"}, folder)
@@ -52,6 +55,3 @@ def _derive(reading: Reading) -> None:
         f"the file is about the model only; {batch:,} sequences of {fields['seq_len']:,} tokens a step, lr 3e-4 (--set "
         "train.global_batch_size, model.seq_len, optim.lr)"
     )
-
-
-KIND = Kind("Hugging Face", "hugging_face.toml", read_json, _derive)

@@ -15,23 +15,26 @@ from typing import Any
 from fivefold.errors import UserError
 from fivefold.models.card import round_up
 from fivefold.models.recomputation import PREFIX, runs_of
-from fivefold.recipe.foreign.kind import Kind, Reading
+from fivefold.recipe.foreign.reading import Reading
+
+NAME = "Megatron-LM"
 
 _ASSIGNED = re.compile(r"\s*(?:export\s+)?([A-Za-z_]\w*)=(?!\(|--)(\S*)")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
 _COMMENT = re.compile(r"(^|\s)#.*$", re.MULTILINE)
 
 
-def _given(path: Path) -> dict[str, Any]:
+def given(path: Path) -> dict[str, Any]:
     text = _COMMENT.sub("", path.read_text("utf-8").replace("\\\n", " "))
     pairs = _yaml(path, text) if path.suffix in (".yaml", ".yml") else _shell(re.sub("[\"']", "", text))
-    return {key: _value(word) for key, word in pairs}
+    programs = re.findall(r"\b(pretrain_\w+)\.py", text)  # which is no argument, but says the kind of model
+    return {f"--{name}": True for name in programs} | {key: _value(word) for key, word in pairs}
 
 
 def _value(text: str) -> Any:
     """A number, true, false, or the text itself. An argument without a value is true."""
     with suppress(ValueError, RecursionError):
-        return json.loads(text.lower() or "true")
+        return json.loads(re.sub(r"^-?(?=\.)", r"\g<0>0", text.lower()) or "true")
     return text
 
 
@@ -62,15 +65,15 @@ def _shell(text: str) -> Iterator[tuple[str, str]]:
             yield key, first if equals else " ".join(rest if key == "--recompute-modules" else rest[:1])
 
 
-def _derive(reading: Reading) -> None:
+def derive(reading: Reading) -> None:
     given, fields, number = reading.given, reading.fields, reading.number
     arch = _architecture(reading)
     plain, D = arch == "gpt2", fields.get("model.dim", 1)
     fields["model.arch"] = arch
     fields.setdefault("model.ffn_dim", 4 * D if plain else int(8 * D / 3 / 64) * 64)
-    if fields.get("model.head_dim") == D // fields.get("model.heads", 1):
-        fields.pop("model.head_dim")
-    size = given.get("--vocab-size") or reading.kind.tables["tokenizers"].get(given.get("--tokenizer-type"))
+    if arch == "deepseek" or fields.get("model.head_dim") == D // fields.get("model.heads", 1):
+        fields.pop("model.head_dim", None)
+    size = given.get("--vocab-size") or reading.tables["tokenizers"].get(given.get("--tokenizer-type"))
     if isinstance(size, int):
         unit = number("--make-vocab-size-divisible-by", 128, 1) * fields.get("layout.tp", 1)
         fields["model.vocab_size"] = round_up(size, unit)
@@ -78,7 +81,8 @@ def _derive(reading: Reading) -> None:
         reading.notes.append("model.vocab_size is the tokenizer's: the file does not say it")
     if "model.experts" in fields:
         width = fields.setdefault("model.expert_ffn_dim", fields["model.ffn_dim"])
-        fields.setdefault("model.aux_loss_weight", 0.0)
+        if fields.setdefault("model.balance", "aux") == "aux":
+            fields["model.aux_loss_weight"] = given.get("--moe-aux-loss-coeff", 0.0)
         fields["model.shared_experts"] = number("--moe-shared-expert-intermediate-size", 0) // width
         if dense := re.fullmatch(r"\(?\[0\]\*(\d+)\+\[1\]\*\d+\)?", str(given.get("--moe-layer-freq"))):
             fields["model.dense_layers"] = int(dense[1])
@@ -93,27 +97,27 @@ def _derive(reading: Reading) -> None:
 def _architecture(reading: Reading) -> str:
     """Raises UserError: there is none with these arguments. It names the nearest, and the first difference."""
     given = reading.given
-    traits = {arch: set(words.split()) for arch, words in reading.kind.tables["architectures"].items()}
-    others = traits.pop("others")
-    has = {word for word in others.union(*traits.values()) if given.get(word)}
-    has.add(f"--position-embedding-type={given.get('--position-embedding-type', 'learned_absolute')}")
+    traits = {arch: set(words.split()) for arch, words in reading.tables["architectures"].items()}
+    others, soft, default = (
+        traits.pop("others"),
+        traits.pop("soft"),
+        dict(w.split("=") for w in traits["gpt2"]),
+    )
+    has = {word for word in others.union(soft, *traits.values()) - default.keys() if given.get(word)}
+    has |= {f"{key}={given.get(key, value)}" for key, value in default.items()}
     arch = min(traits, key=lambda arch: len(traits[arch] ^ has))
-    if differing := sorted(has - traits[arch]) + sorted(traits[arch] - has):
-        raise UserError(
-            f"{reading.path}: no architecture here has this shape; the nearest is {arch}, and the first difference: it "
-            f"has {'no ' * (differing[0] in has)}{differing[0]}"
-        )
-    if given.get("--normalization", "LayerNorm") != ("LayerNorm" if arch == "gpt2" else "RMSNorm"):
-        reading.lacks("--normalization", f"{arch} has the other one")
-    if (arch == "gpt2") == bool(given.get("--disable-bias-linear")):
-        reading.lacks("--disable-bias-linear", f"{arch} has {'no ' * (arch != 'gpt2')}biases")
+    for word in sorted(has - traits[arch]) + sorted(traits[arch] - has):
+        differs = f"{arch}, which has {'no ' * (word in has)}{word}"
+        if (key := word.partition("=")[0]) not in soft:
+            raise UserError(f"{reading.path}: no architecture here has this shape; the nearest is {differs}")
+        reading.lacks(key, f"the nearest is {differs}")
     return arch
 
 
 def _layout(reading: Reading, pp: int) -> None:
     """Stages of the pipeline, ZeRO, and what each of a stage's blocks recomputes."""
     given, fields, number = reading.given, reading.fields, reading.number
-    layers, modules = fields.get("model.layers", 1), reading.kind.tables["modules"]
+    layers, modules = fields.get("model.layers", 1), reading.tables["modules"]
     if each := number("--num-layers-per-virtual-pipeline-stage", 0):
         fields["layout.virtual_stages"] = max(1, layers // (pp * each))
     if fields.get("layout.virtual_stages", 1) > 1:
@@ -129,6 +133,3 @@ def _layout(reading: Reading, pp: int) -> None:
         reading.lacks("--recompute-modules", f"layout.recompute has only what is like {', '.join(modules)}")
     elif mode == "selective" and named != ["core_attn"]:
         fields["layout.recompute"] = PREFIX + "+".join(dict.fromkeys(modules[name] for name in named))
-
-
-KIND = Kind("Megatron-LM", "megatron.toml", _given, _derive)

@@ -9,10 +9,12 @@ from typing import Any
 
 from fivefold.errors import UserError, did_you_mean
 from fivefold.models.recomputation import runs_of
-from fivefold.recipe.foreign.kind import Kind, Reading
+from fivefold.recipe.foreign.reading import Reading
+
+NAME = "torchtitan"
 
 
-def _given(path: Path) -> dict[str, Any]:
+def given(path: Path) -> dict[str, Any]:
     try:
         return _flat(tomllib.loads(path.read_text("utf-8")))
     except (ValueError, RecursionError) as error:
@@ -26,7 +28,7 @@ def _flat(table: dict[str, Any], above: str = "") -> dict[str, Any]:
     return found
 
 
-def _derive(reading: Reading) -> None:
+def derive(reading: Reading) -> None:
     reading.fields = fields = _model(reading) | reading.fields
     get, layers, pp = reading.given.get, fields["model.layers"], fields.get("layout.pp", 1)
     fields.setdefault("layout.zero", 2 if pp > 1 else 3)
@@ -45,11 +47,8 @@ def _derive(reading: Reading) -> None:
         fields["checkpoint.every"] = reading.number("checkpoint.interval", 500)
     stage = "parallelism.pipeline_parallel_"
     if pp > 1:  # a local batch is what the pipeline cuts
-        micro = reading.number(f"{stage}microbatch_size", 1, 1)
-        fields |= {
-            "layout.microbatches": fields["train.microbatch_size"] // micro,
-            "train.microbatch_size": micro,
-        }
+        local, micro = fields["train.microbatch_size"], reading.number(f"{stage}microbatch_size", 1, 1)
+        fields |= {"layout.microbatches": local // micro, "train.microbatch_size": micro}
     if fields.get("layout.schedule", "1f1b") not in ("1f1b", "gpipe"):
         ends = sum(reading.number(f"{stage}{end}_stage_less_layers", 1) for end in ("first", "last"))
         each = reading.number(f"{stage}layers_per_stage", 0)
@@ -65,7 +64,7 @@ def _derive(reading: Reading) -> None:
 
 def _model(reading: Reading) -> dict[str, Any]:
     """Fields of [model] by the name of a flavor. Raises UserError: its shape is not known."""
-    known: dict[str, Any] = reading.kind.tables["flavors"]
+    known: dict[str, Any] = reading.tables["flavors"]
     for key, default in (("model.name", "llama3"), ("model.flavor", "debugmodel")):
         name = str(reading.given.get(key, default)).removesuffix("_flex").removesuffix("_varlen")
         if name not in known:
@@ -76,6 +75,3 @@ def _model(reading: Reading) -> dict[str, Any]:
         known = known[name]
     model = reading.model_of(known["base"]) | {name: value for name, value in known.items() if name != "base"}
     return {f"model.{name}": value for name, value in model.items()}
-
-
-KIND = Kind("torchtitan", "torchtitan.toml", _given, _derive)

@@ -1,40 +1,25 @@
-"""What a kind of configuration is, and what was read of one. No torch."""
+"""What was read of a configuration of another program. No torch."""
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from fivefold.errors import UserError
 
 
-@dataclass(frozen=True)
-class Kind:
-    """Configurations of another program. file: of its tables, beside this one. given: keys and values of a file.
-    derive: sets our fields that no table can say."""
-
-    name: str
-    file: str
-    given: Callable[[Path], dict[str, Any]]
-    derive: Callable[[Reading], None]
-
-    @cached_property
-    def tables(self) -> Mapping[str, Any]:
-        return tomllib.loads(Path(__file__).with_name(self.file).read_text("utf-8"))
-
-
 @dataclass
 class Reading:
-    """What was read of one configuration. devices: that it is for (0: not known). model_of: [model] of a shipped
-    recipe. fields: ours, by "section.name". understood: {their key: our fields}. unused: {why: keys that change no
-    plan}. missing: {their key and value: why it has no counterpart}. notes: what the file leaves open."""
+    """kind: the program. tables: its TOML file. given: their keys and values. devices: how many it is for (0: not
+    known). model_of: [model] of a shipped recipe. fields: ours, by "section.name". understood: {their key: our fields}.
+    unused: {why: keys that change no plan}. missing: {their key and value: why it has no counterpart}. notes: what the
+    file leaves open."""
 
-    kind: Kind
+    kind: str
     path: Path
+    tables: Mapping[str, Any]
     given: dict[str, Any]
     devices: int
     model_of: Callable[[str], dict[str, Any]]
