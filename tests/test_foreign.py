@@ -218,6 +218,7 @@ def test_megatron_experts(tmp_path: Path) -> None:
     ("--swiglu", "--squared-relu", "the nearest is llama, which has no --squared-relu"),
     ("--swiglu", "--swiglu --multi-latent-attention", "the nearest is llama, which has no --multi-latent"),
     ("pretrain_gpt.py", "pretrain_bert.py", "the nearest is llama, which has no --pretrain_bert"),
+    ("--hidden-size $SIZE", "", "--hidden-size has no value, or several: must be a whole number >= 1"),
     ("--num-attention-heads 8", "--num-attention-heads many", "--num-attention-heads = 'many': must be a whole number"),
     ("--global-batch-size 64", "--global-batch-size -64", "--global-batch-size = -64: must be a whole number >= 1"),
     ("--num-layers-per-virtual-pipeline-stage 2", "--num-layers-per-virtual-pipeline-stage x",
@@ -242,6 +243,12 @@ def test_megatron_small_differences_are_named(tmp_path: Path) -> None:
         == "the nearest is llama, which has --disable-bias-linear"
     )
     assert (found.fields["model.arch"], found.fields["optim.lr"]) == ("llama", 3e-4)
+
+
+def test_a_variable_does_not_grow_without_end(tmp_path: Path) -> None:
+    lines = "A=12345678\n" + "\n".join(f"A{i + 1}=$A{i}$A{i}" for i in range(60)).replace("$A0", "$A")
+    found = reading(write(tmp_path, "train.sh", MEGATRON + lines + "\n--split $A60 --made-up $A60\n"), 16)
+    assert max(map(len, found.missing)) < 200
 
 
 def test_a_variable_with_two_values_is_not_guessed(tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ def told(name: str, cluster: str, json: bool) -> dict[str, Any]:
     if reading is None:
         return {}
     if not json:
-        print(f"{name}: read as a configuration of {reading.kind}: {len(reading.understood)} keys understood")
+        software = reading.tables.get("software")
+        priced = f" (--software {software} prices that program, and not this one)" if software else ""
+        print(f"{name}: a configuration of {reading.kind}, {len(reading.understood)} keys understood{priced}")
         lines = [f"no effect on a plan ({why}): {', '.join(keys)}" for why, keys in reading.unused.items()]
         lines += [f"not understood: {key}: {why}" for key, why in reading.missing.items()]
         print("".join(f"  {line}\n" for line in [*reading.notes, *lines]))

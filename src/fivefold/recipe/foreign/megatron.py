@@ -19,6 +19,9 @@ from fivefold.recipe.foreign.reading import Reading
 
 NAME = "Megatron-LM"
 
+NEEDED = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length")
+LONGEST = 256
+"""Characters of a variable: one may have another one in it many times."""
 _ASSIGNED = re.compile(r"\s*(?:export\s+)?([A-Za-z_]\w*)=(?!\(|--)(\S*)")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
 _COMMENT = re.compile(r"(^|\s)#.*$", re.MULTILINE)
@@ -55,8 +58,7 @@ def _shell(text: str) -> Iterator[tuple[str, str]]:
     for line in text.splitlines():
         line = _VARIABLE.sub(lambda f: known.get(f[1] or f[3], f[2] or f"${f[1] or f[3]}"), line)
         if one := _ASSIGNED.match(line):
-            known[one[1]] = one[2] if known.get(one[1], one[2]) == one[2] else f"${one[1]}"
-            continue
+            known[one[1]] = one[2][:LONGEST] if known.get(one[1], one[2]) == one[2] else f"${one[1]}"
         words = [re.sub(r"^[A-Za-z_]\w*\+?=\(?|(?<![\])\d])\)$", "", word) for word in line.split()]
         starts = [place for place, word in enumerate(words) if re.match("--[A-Za-z]", word)]
         for start, end in pairwise([*starts, len(words)]):
@@ -68,10 +70,11 @@ def _shell(text: str) -> Iterator[tuple[str, str]]:
 def derive(reading: Reading) -> None:
     given, fields, number = reading.given, reading.fields, reading.number
     arch = _architecture(reading)
-    plain, D = arch == "gpt2", fields.get("model.dim", 1)
+    _, D, heads, _ = (number(key, None, 1) for key in NEEDED)
+    plain = arch == "gpt2"
     fields["model.arch"] = arch
     fields.setdefault("model.ffn_dim", 4 * D if plain else int(8 * D / 3 / 64) * 64)
-    if arch == "deepseek" or fields.get("model.head_dim") == D // fields.get("model.heads", 1):
+    if arch == "deepseek" or fields.get("model.head_dim") == D // heads:
         fields.pop("model.head_dim", None)
     size = given.get("--vocab-size") or reading.tables["tokenizers"].get(given.get("--tokenizer-type"))
     if isinstance(size, int):

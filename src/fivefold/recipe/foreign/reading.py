@@ -29,11 +29,12 @@ class Reading:
     missing: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def number(self, key: str, default: int, least: int = 0) -> int:
+    def number(self, key: str, default: int | None, least: int = 0) -> int:
         """Their whole number. Raises UserError: it is none, or too small."""
         value = self.given.get(key, default)
         if type(value) is not int or value < least:
-            raise UserError(f"{self.path}: {key} = {value!r:.60}: must be a whole number >= {least}")
+            said = "has no value, or several" if value is None else f"= {value!r:.60}"
+            raise UserError(f"{self.path}: {key} {said}: must be a whole number >= {least}")
         return value
 
     def lacks(self, key: str, why: str) -> None:
