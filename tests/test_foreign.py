@@ -300,6 +300,7 @@ def test_torchtitan_defaults_and_earlier_names(tmp_path: Path) -> None:
     ("a.toml", TORCHTITAN.replace("8B", "debug"), "model.flavor = 'debug': no such model here; did you mean"),
     ("a.toml", TORCHTITAN.replace("llama3", "llama4"), "model.name = 'llama4': no such model here; did you mean"),
     ("a.toml", TORCHTITAN.replace("8192", '"long"'), "training.seq_len = 'long': must be a whole number"),
+    ("a.toml", TORCHTITAN.replace("3000", "[1, 2]"), "training.steps = [1, 2]: must be a whole number"),
     ("a.toml", "[training]\nsteps = = 3\n", "not valid TOML"),
     ("a.py", "from torchtitan.trainer import Trainer\n", "configurations in Python are programs"),
     ("a.json", '{"hidden_size": 3}', 'model_type = "None" is not supported'),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from fivefold.cli.bench import ensure_measured
+
 
 def told(name: str, cluster: str, json: bool) -> dict[str, Any]:
     """Prints what was understood of a configuration and what was not, unless `json`. Returns {"read": the same}; {} for
@@ -11,9 +13,11 @@ def told(name: str, cluster: str, json: bool) -> dict[str, Any]:
     from fivefold.plan.cluster.clusters import parse
     from fivefold.recipe.load import read_foreign
 
-    reading = read_foreign(name, parse(cluster).devices)
-    if reading is None:
+    if read_foreign(name, 0) is None:
         return {}
+    ensure_measured(cluster)
+    reading = read_foreign(name, parse(cluster).devices)
+    assert reading is not None
     if not json:
         software = reading.tables.get("software")
         priced = f" (--software {software} prices that program, and not this one)" if software else ""

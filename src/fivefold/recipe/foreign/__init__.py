@@ -95,7 +95,7 @@ def read(path: Path, devices: int, model_of: Callable[[str], dict[str, Any]]) ->
 def _copy(reading: Reading, key: str, ours: str, words: Mapping[str, Any] | None) -> None:
     """Sets our field. Raises UserError: it cannot have this value."""
     given, reading.understood[key] = reading.given[key], ours
-    for value in given if isinstance(given, list) else [given]:
+    for value in given if words and isinstance(given, list) else [given]:
         text = "true" if value is True else str(value)
         word = value if words is None else words.get(text, value if "*" in words else None)
         if word is None:

@@ -37,7 +37,8 @@ def given(path: Path) -> dict[str, Any]:
 def _value(text: str) -> Any:
     """A number, true, false, or the text itself. An argument without a value is true."""
     with suppress(ValueError, RecursionError):
-        return json.loads(re.sub(r"^-?(?=\.)", r"\g<0>0", text.lower()) or "true")
+        found = json.loads(re.sub(r"^-?(?=\.)", r"\g<0>0", text.lower()) or "true")
+        return text if isinstance(found, list | dict) else found
     return text
 
 
@@ -71,9 +72,8 @@ def derive(reading: Reading) -> None:
     given, fields, number = reading.given, reading.fields, reading.number
     arch = _architecture(reading)
     _, D, heads, _ = (number(key, None, 1) for key in NEEDED)
-    plain = arch == "gpt2"
     fields["model.arch"] = arch
-    fields.setdefault("model.ffn_dim", 4 * D if plain else int(8 * D / 3 / 64) * 64)
+    fields.setdefault("model.ffn_dim", 4 * D if arch == "gpt2" else max(1, 8 * D // 3 // 64) * 64)
     if arch == "deepseek" or fields.get("model.head_dim") == D // heads:
         fields.pop("model.head_dim", None)
     size = given.get("--vocab-size") or reading.tables["tokenizers"].get(given.get("--tokenizer-type"))
@@ -101,11 +101,8 @@ def _architecture(reading: Reading) -> str:
     """Raises UserError: there is none with these arguments. It names the nearest, and the first difference."""
     given = reading.given
     traits = {arch: set(words.split()) for arch, words in reading.tables["architectures"].items()}
-    others, soft, default = (
-        traits.pop("others"),
-        traits.pop("soft"),
-        dict(w.split("=") for w in traits["gpt2"]),
-    )
+    others, soft = traits.pop("others"), traits.pop("soft")
+    default = dict(word.split("=") for word in traits["gpt2"])
     has = {word for word in others.union(soft, *traits.values()) - default.keys() if given.get(word)}
     has |= {f"{key}={given.get(key, value)}" for key, value in default.items()}
     arch = min(traits, key=lambda arch: len(traits[arch] ^ has))

@@ -3,6 +3,7 @@ which are refused. Keys are `section.name`."""
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,7 @@ def derive(reading: Reading) -> None:
     reading.fields = fields = _model(reading) | reading.fields
     get, layers, pp = reading.given.get, fields["model.layers"], fields.get("layout.pp", 1)
     fields.setdefault("layout.zero", 2 if pp > 1 else 3)
-    fields |= {
-        "layout.sp": True,
-        "data.document_masks": str(get("model.flavor")).endswith(("_flex", "_varlen")),
-    }
+    fields["data.document_masks"] = str(get("model.flavor")).endswith(("_flex", "_varlen"))
     fields["optim.betas"] = (get("optimizer.beta1", 0.9), get("optimizer.beta2", 0.95))
     if isinstance(least := get("lr_scheduler.min_lr_factor", 0.0), int | float):
         fields["optim.min_lr"] = fields["optim.lr"] * least
@@ -54,7 +52,7 @@ def derive(reading: Reading) -> None:
         each = reading.number(f"{stage}layers_per_stage", 0)
         fields["layout.virtual_stages"] = max(1, -(-(layers + ends) // each) // pp) if each else 2
     option = str(get("activation_checkpoint.selective_ac_option", "2"))
-    if fields["layout.recompute"] == "selective" and option.isdecimal() and int(option):
+    if fields["layout.recompute"] == "selective" and re.fullmatch(r"[1-9]\d{0,3}", option):
         modes = ["none" if layer % int(option) else "full" for layer in range(1, layers + 1)]
         fields["layout.recompute"] = runs_of(modes)
     elif fields["layout.recompute"] == "selective":
