@@ -235,8 +235,8 @@ def test_megatron_small_differences_are_named(tmp_path: Path) -> None:
     """They hardly change a plan. Numbers may begin with a point."""
     text = MEGATRON.replace("--disable-bias-linear", "--add-qkv-bias").replace("--lr 0.0003", "--lr .0003")
     found = reading(write(tmp_path, "train.sh", text.replace("RMSNorm", "LayerNorm")), 16)
-    assert found.missing["--normalization = LayerNorm"] == (
-        "the nearest is llama, which has no --normalization=LayerNorm")  # fmt: skip
+    normed = "the nearest is llama, which has --normalization=RMSNorm"
+    assert found.missing["--normalization = LayerNorm"] == normed
     assert found.missing["--add-qkv-bias = True"] == "the nearest is llama, which has no --add-qkv-bias"
     assert (
         found.missing["--disable-bias-linear = None"]

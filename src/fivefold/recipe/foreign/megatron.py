@@ -105,12 +105,14 @@ def _architecture(reading: Reading) -> str:
     default = dict(word.split("=") for word in traits["gpt2"])
     has = {word for word in others.union(soft, *traits.values()) - default.keys() if given.get(word)}
     has |= {f"{key}={given.get(key, value)}" for key, value in default.items()}
-    arch = min(traits, key=lambda arch: len(traits[arch] ^ has))
-    for word in sorted(has - traits[arch]) + sorted(traits[arch] - has):
+    differing = {arch: sorted(has - own) + sorted(own - has) for arch, own in traits.items()}
+    hard = {arch: [w for w in words if w.partition("=")[0] not in soft] for arch, words in differing.items()}
+    arch = min(traits, key=lambda arch: (len(hard[arch]), len(differing[arch])))
+    for word in hard[arch] or differing[arch]:
         differs = f"{arch}, which has {'no ' * (word in has)}{word}"
-        if (key := word.partition("=")[0]) not in soft:
+        if hard[arch]:
             raise UserError(f"{reading.path}: no architecture here has this shape; the nearest is {differs}")
-        reading.lacks(key, f"the nearest is {differs}")
+        reading.lacks(word.partition("=")[0], f"the nearest is {differs}")
     return arch
 
 
