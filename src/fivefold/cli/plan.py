@@ -117,8 +117,7 @@ def plan(
     """Predict memory, step time and communication of a recipe on a cluster.
 
     A layout for another number of devices is replaced by the fastest that fits. See also `plan search`, `plan terms`
-    (of papers and courses), `plan trace` (exact figures), `plan calibrate`. RECIPE may also be a configuration of
-    Hugging Face, torchtitan or Megatron-LM; --save writes it as a recipe.
+    (of courses), `plan trace` (exact), `plan calibrate`. RECIPE may be a file of torchtitan, Megatron-LM, Hugging Face.
     """
     from fivefold.plan.advice.budget import answer
 
