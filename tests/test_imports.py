@@ -62,7 +62,8 @@ LIGHT_FILES = (
     "models/__init__.py",
     "models/*/__init__.py",
     "models/*/card.py",
-    *(f"models/{name}.py" for name in ("card", "operations", "recomputation")),
+    "models/*/hf.py",
+    *(f"models/{name}.py" for name in ("card", "hf", "operations", "recomputation")),
     *(f"models/{name}.py" for name in ("rules", "section", "work")),
     *(f"optim/{name}.py" for name in ("__init__", "adamw", "card", "sgd")),
 )

@@ -316,3 +316,5 @@ def test_the_reference_of_recipes_is_current() -> None:
     script = runpy.run_path(str(REPO / "docs" / "make_recipe_reference.py"))
     page = (REPO / "docs" / "recipes.md").read_text(encoding="utf-8")
     assert script["with_fields"](page) == page, "run: python docs/make_recipe_reference.py"
+    planner = (REPO / "docs" / "planner.md").read_text(encoding="utf-8")
+    assert script["with_keys"](planner) == planner, "run: python docs/make_recipe_reference.py"

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fivefold.cli import budgets, options
+from fivefold.cli import budgets, foreign, options
 from fivefold.cli.bench import ensure_measured
 from fivefold.cli.options import flag, option, print_json
 from fivefold.errors import UserError, several
@@ -117,7 +117,7 @@ def plan(
     """Predict memory, step time and communication of a recipe on a cluster.
 
     A layout for another number of devices is replaced by the fastest that fits. See also `plan search`, `plan terms`
-    (of papers and courses), `plan trace` (exact figures), `plan calibrate`.
+    (of courses), `plan trace` (exact), `plan calibrate`. RECIPE may be a file of torchtitan, Megatron-LM, Hugging Face.
     """
     from fivefold.plan.advice.budget import answer
 
@@ -125,6 +125,7 @@ def plan(
     assumed = given(margin, expert_load, document_tokens)
     every = [Typed(recipe, set_ or [], name, assumed, software or "") for name in cluster or [CLUSTER]]
     typed, ask = every[0], budgets.Asked(tokens, deadline, price, noise_scale, mtbf, restart)
+    source = foreign.told(recipe, typed.cluster, json)
     plans = [(one.cluster, partial(planned, one, layout, params)) for one in every]
     alone = {"explain": explain, "save": save, "html": html, "pictures": pictures}
     if budgets.side_by_side(recipe, plans, ask, json, **alone):
@@ -135,7 +136,7 @@ def plan(
     save_plan(save, loaded, result)
     if json:
         terms = {"terms": dict(result.step.terms)} if explain else {}
-        print_json(result.as_json() | ({"searched": searched} if searched else {}) | terms | answers)
+        print_json(result.as_json() | ({"searched": searched} if searched else {}) | terms | answers | source)
     else:
         from fivefold.plan.advice.explain import explain as every_term
 
@@ -175,8 +176,8 @@ def read(
 
     ensure_measured(typed.cluster)
     free = ["train.microbatch_size=none"] if search else []
-    recipe = load(typed.name, free + typed.sets, layout)
     machine = with_margin(parse(typed.cluster), typed.given.get("--margin"))
+    recipe = load(typed.name, free + typed.sets, layout, devices=machine.devices)
     if params is not None:
         recipe = recipe.model_copy(update={"model": shape(params, resolved(recipe).model)})
     software = with_load(
@@ -300,7 +301,7 @@ def draw_plan(
     if html is not None:
         # What other options changed of the model and the precision, as values of --set
         sets = [text for text in typed.sets if not text.strip().startswith("layout.")]
-        before = load(typed.name, sets, "dp=1")
+        before = load(typed.name, sets, "dp=1", devices=0)
         for section in ("model", "precision"):
             old, new = getattr(before, section), getattr(recipe, section)
             for key in type(new).model_fields:
@@ -390,6 +391,7 @@ def search(
     assumed = given(margin, expert_load, document_tokens)
     every = [Typed(recipe, set_ or [], name, assumed) for name in cluster or [CLUSTER]]
     typed, ask = every[0], budgets.Asked(tokens, deadline, price, noise_scale, mtbf, restart)
+    source = foreign.told(recipe, typed.cluster, json)
     plans = [(one.cluster, partial(_fastest, one, params)) for one in every]
     alone = {"explain": explain, "save": save, "html": html, "pictures": pictures, "precision": precision}
     if budgets.side_by_side(recipe, plans, ask, json, top=top, **alone):
@@ -403,7 +405,7 @@ def search(
     best = found.plans[0] if found.plans else None
     answers = budgets.answers(asked, best, loaded, machine, software) if asked and best else {}
     if json:
-        print_json(found.as_json() | answers)
+        print_json(found.as_json() | answers | source)
     elif best:
         lines = [*_table(recipe, found, modes), *budgets.budget_lines(answers)]
         if explain:

@@ -2,7 +2,8 @@
 
 Each architecture states its weights as a list of `Entry`, and keys of config.json as a table, FIELDS (`hf.py` in its
 folder). Export and import read the same, so they cannot drift apart. What the table cannot say is in `to_config` (more
-keys) and `from_config` (more fields, or other values). `transformers` itself is not needed.
+keys) and `from_config` (more fields, or other values). `transformers` itself is not needed, and torch only to change
+weights.
 """
 
 from __future__ import annotations
@@ -15,12 +16,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pydantic
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from fivefold.errors import UserError
 from fivefold.files import MOST_INDEX, read_json
@@ -28,8 +27,12 @@ from fivefold.models import ARCHITECTURES, file_of
 from fivefold.models.card import card_of, resolve_model
 from fivefold.models.rules import model_rules
 from fivefold.models.section import ModelSection
-from fivefold.precision import DTYPES, torch_dtype
+from fivefold.precision import DTYPES
 from fivefold.sharding.parts import Shape
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,8 @@ NEEDED = object()
 ANYWHERE = {"transformers_version", "use_cache", "bos_token_id", "eos_token_id", "dtype", "_name_or_path"}
 """Keys of config.json that change nothing of the computation, whatever the kind."""
 WRONG = "config.json has a wrong value (fields named as in our recipes)"
-NAMES = {torch_dtype(d.name): d.torch for d in DTYPES.values() if d.stored and d.multiplied}
+NAMES = tuple(d.torch for d in DTYPES.values() if d.stored and d.multiplied)
+"""torch's names of the dtypes that weights may have."""
 
 
 def to_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tensor]:
@@ -139,7 +143,7 @@ def made_from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, 
         original = exchange.TIED.get(name)
         if original is None:
             problems.append(f"weight {name} is not part of {exchange.ARCHITECTURE}")
-        elif original in given and not torch.equal(given[name], given[original]):
+        elif original in given and not given[name].equal(given[original]):
             problems.append(
                 f"weight {name} differs from {original}, though config.json says that they are tied"
             )
@@ -157,29 +161,38 @@ def made_from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, 
                 problems.append(
                     f"weight {name} has shape {tuple(part.shape)}, config.json asks for {(rows, *rest)}"
                 )
-            elif part.dtype not in NAMES or part.dtype != parts[0].dtype:
-                allowed = f"{', '.join(NAMES.values())}, the same for {' and '.join(entry.theirs)}"
-                problems.append(f"weight {name} has dtype {str(part.dtype)[6:]}; allowed: {allowed}")
+            elif _name(part.dtype) not in NAMES or part.dtype != parts[0].dtype:
+                allowed = f"{', '.join(NAMES)}, the same for {' and '.join(entry.theirs)}"
+                problems.append(f"weight {name} has dtype {_name(part.dtype)}; allowed: {allowed}")
         ours[entry.ours] = partial(_ours, parts, expected, entry.transpose)
     _raise_all("the weights do not fit config.json", problems)
     return ours
 
 
 def _ours(parts: list[Tensor], shape: Shape, transpose: bool) -> Tensor:
+    import torch
+
     tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
     return tensor.t().contiguous() if transpose else tensor.view(shape)
 
 
-def hf_config(model: ModelSection, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Content of config.json for a resolved `[model]` section, except for the ids of special tokens. Raises UserError:
-    the format cannot express the model."""
+def _name(dtype: torch.dtype | str) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def hf_config(model: ModelSection, dtype: torch.dtype | str = "float32") -> dict[str, Any]:
+    """Content of config.json for a resolved `[model]` section, except for the ids of special tokens.
+
+    Raises:
+        UserError: the format cannot express the model.
+    """
     exchange = _exchange_of(model)
     return {
         "architectures": [exchange.ARCHITECTURE],
         "model_type": exchange.MODEL_TYPE,
         **{key: getattr(model, field) for key, (field, _) in exchange.FIELDS.items()},
         **(exchange.to_config(model) if hasattr(exchange, "to_config") else {}),
-        "torch_dtype": NAMES[dtype],
+        "torch_dtype": _name(dtype),
     }
 
 
@@ -270,7 +283,7 @@ def _weight_names(folder: Path) -> set[str]:
     with suppress(OSError, UserError, SafetensorError, KeyError, TypeError):
         if (folder / INDEX).is_file():
             return set(read_json(folder / INDEX, MOST_INDEX)["weight_map"])
-        with safe_open(folder / WEIGHTS, "pt") as opened:
+        with safe_open(folder / WEIGHTS, "np") as opened:
             return set(opened.keys())
     return set()
 

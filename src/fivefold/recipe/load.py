@@ -14,9 +14,10 @@ from typing import Any
 from pydantic import ValidationError, model_validator
 
 from fivefold.errors import LONGEST_WORD, Problem, UserError, brief, did_you_mean, problem, shortened
-from fivefold.files import expanded, guard, read_json, read_text
+from fivefold.files import expanded, guard, read_text
 from fivefold.models.section import LARGEST
-from fivefold.recipe import messages
+from fivefold.recipe import foreign, messages
+from fivefold.recipe.foreign.hugging_face import HERE, hf_model
 from fivefold.recipe.messages import KEYS, SECTIONS, none_unsets, plain_type, to_toml
 from fivefold.recipe.rules import contradictions
 from fivefold.recipe.schema import Sections
@@ -48,6 +49,7 @@ def load(
     overrides: Sequence[str] = (),
     layout: str | None = None,
     over: Sequence[str] = (),
+    devices: int | None = None,
 ) -> Recipe:
     """Reads a recipe: a file, or the name of a shipped recipe.
 
@@ -60,12 +62,22 @@ def load(
         layout: text as after `--layout`, such as `dp=2,zero=1`. It replaces the whole `[layout]` section. Fields that
             it does not name have their defaults. `overrides` come after it.
         over: overrides of one run of a sweep, as after `--over`. They come last.
+        devices: for how many a configuration of another program is read (0: not known); None: it is refused.
 
     Raises:
         UserError: it names the file and every wrong key, with its line, its value and what is allowed.
     """
+    if devices is not None and (reading := read_foreign(name_or_path, devices)):
+        return _Draft(reading.table(), {}).finish(f"{reading.path}", overrides, layout, over)
     table, origins = _with_base(find(name_or_path))
     return _Draft(table, origins).finish(f"recipe {name_or_path}", overrides, layout, over)
+
+
+def read_foreign(name_or_path: str | Path, devices: int) -> foreign.Reading | None:
+    """What is read of another program's configuration (see `foreign.read`); None: it is none."""
+    if str(name_or_path) in _files():
+        return None
+    return foreign.read(Path(name_or_path), devices, lambda base: _with_base(find(base))[0]["model"])
 
 
 @brief
@@ -126,6 +138,7 @@ def find(name_or_path: str | Path) -> Path:
     if name in files:
         return files[name]
     path = Path(name_or_path)
+    foreign.refuse(path)
     if path.is_file():
         return path
     if (path / "recipe.toml").is_file():
@@ -379,12 +392,6 @@ class Recipe(Sections):
         return f"<details><summary>{escape(repr(self))}</summary><pre>{escape(to_toml(self))}</pre></details>"
 
 
-LONGEST_CONTEXT = 2048
-"""Tokens of a sequence that a Hugging Face model is trained on unless the recipe says more."""
-HERE = {"freeze", "dropout"}
-"""Fields of `[model]` that say how a run trains, and stay with it."""
-
-
 def home(where: str) -> Path | None:
     """The folder that describes the model of `train.init_from`: a run folder, also for one of its checkpoints, or a
     Hugging Face folder. None: there is none."""
@@ -438,15 +445,3 @@ def taken_over(where: str) -> dict[str, dict[str, Any]]:
     tokenizer = folder / "tokenizer.json"
     data = {"tokenizer": str(tokenizer.absolute())} if tokenizer.is_file() else {}
     return {"model": model, "data": data}
-
-
-def hf_model(folder: Path) -> dict[str, Any]:
-    """The fields of `[model]` of a Hugging Face folder, for sequences of usual length."""
-    from fivefold.models.card import card_of
-    from fivefold.models.hf import from_hf_config  # here: it imports torch
-
-    model = from_hf_config(read_json(folder / "config.json"), folder)
-    fields = {name: v for name, v in model.model_dump(exclude_none=True).items() if name not in HERE}
-    if card_of(model).rotary:
-        fields["seq_len"] = min(model.seq_len, LONGEST_CONTEXT)
-    return fields

@@ -28,7 +28,8 @@ from fivefold.models.rules import differences
 from fivefold.models.section import ModelSection
 from fivefold.observe.report import INITIAL
 from fivefold.recipe import Recipe, load
-from fivefold.recipe.load import hf_model, required
+from fivefold.recipe.foreign.hugging_face import hf_model
+from fivefold.recipe.load import required
 from fivefold.sharding.parts import Shape
 from fivefold.train.checked import meta_of
 from fivefold.train.user_hooks import WITHOUT, UserHooks

@@ -352,7 +352,7 @@ UNUSED = (
 def notes(recipe: Sections) -> list[str]:
     """One sentence per value that has no effect in the recipe's layout, and one on ranks that wait for others."""
     lines = [
-        f"{text} has no effect in this layout: {why}" for _, text, why, other in _unused(recipe) if not other
+        f"{text} has no effect in this layout: {why}" for _, text, why, other in unused(recipe) if not other
     ]
     size, B, ranks = recipe.train.global_batch_size, recipe.train.microbatch_size or 1, recipe.layout.dp
     most, least = largest(size // B, ranks) * B, size // B // ranks * B
@@ -366,7 +366,7 @@ def notes(recipe: Sections) -> list[str]:
 
 def refused(recipe: Sections) -> Iterator[Contradiction]:
     """Yields the values that have no effect in any layout."""
-    for key, text, why, other in _unused(recipe):
+    for key, text, why, other in unused(recipe):
         if other:
             name = key.partition(".")[2]
             yield (
@@ -383,7 +383,7 @@ _READ = [
 """(key, how to read it, what it is by default, its row): a search asks this of each layout."""
 
 
-def _unused(recipe: Sections) -> Iterator[tuple[str, str, str, str]]:
+def unused(recipe: Sections) -> Iterator[tuple[str, str, str, str]]:
     """(key, `key = value`, why, the other field or "") of the values without effect."""
     for key, read, plain, row in _READ:
         if (value := read(recipe)) != plain and row.when(recipe):
