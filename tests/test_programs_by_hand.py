@@ -32,7 +32,7 @@ from fivefold.parallel.autograd import TensorAxis
 from fivefold.parallel.context import RingAttention
 from fivefold.parallel.expert import AllToAll
 from fivefold.parallel.recompute import apply as recompute
-from fivefold.parallel.tensor import CutLinear
+from fivefold.parallel.tensor import ColumnLinear, RowLinear
 from fivefold.recipe import load, resolve
 from fivefold.schedules.collectives.registry import build, shape_of
 from fivefold.schedules.compression import Blocks, compressor
@@ -211,8 +211,7 @@ def sequence(rank: int, world: int) -> None:
     up.weight, down.weight = (nn.Parameter(t.T.contiguous()) for t in (a, b))
     inputs, weight = x.clone().requires_grad_(), norm.clone().requires_grad_()
     normed = nn.functional.layer_norm(inputs, (D,), weight)
-    first, second = CutLinear(up, axis, "column"), CutLinear(down, axis, "row")
-    ours = inputs + second(nn.functional.gelu(first(normed)))
+    ours = inputs + RowLinear(down, axis)(nn.functional.gelu(ColumnLinear(up, axis)(normed)))
     dinputs, dweight, dup, ddown = grad(ours, (inputs, weight, up.weight, down.weight), dy)
     axis.axis.all_reduce(dweight)
     close([y, dx, dnorm, da, db], [ours, dinputs, dweight, dup.T, ddown.T])

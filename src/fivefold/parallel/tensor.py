@@ -115,8 +115,8 @@ def _replacement(module: nn.Module, cut: str, ordered: TensorAxis, axis: TensorA
             return CutRMSNorm(module, axis.axis)
         case RegionInput():
             return Region(axis, enter)
-        case nn.Linear() if cut in ("column", "row"):
-            return CutLinear(module, ordered, cut)
+        case nn.Linear() if cut in LINEAR:
+            return LINEAR[cut](module, ordered)
     return None
 
 
@@ -151,19 +151,33 @@ def sum_gradients(replicas: Sequence[Replica], messages: list[list[str]], mesh: 
 
 
 class CutLinear(nn.Module):
-    """A linear layer of which this rank has some features. "column": output features. x whole, or with sp a piece of
-    the sequence -> (B, T, F/tp). "row": input features. x (B, T, D/tp) -> the sum over ranks, whole (B, T, F) or with
-    sp a piece of the sequence. The bias is added once, after the sum."""
+    """A linear layer of which this rank has some features."""
 
-    def __init__(self, linear: nn.Linear, axis: TensorAxis, cut: str):
+    def __init__(self, linear: nn.Linear, axis: TensorAxis):
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.rounded: RoundedMatmuls | None = getattr(linear, "rounded", None)
         self.deferred: Deferred | None = None  # set if a pipeline defers weight gradients
-        self.axes = (axis, None) if cut == "column" else (None, axis)
+        self.axes: tuple[TensorAxis | None, TensorAxis | None] = axis, None
 
     def forward(self, x: Tensor) -> Tensor:
         return LinearFunction.apply(x, self.weight, self.bias, self.deferred, self.rounded, *self.axes)
+
+
+class ColumnLinear(CutLinear):
+    """A linear layer with this rank's output features. x whole, or with sp a piece of the sequence -> (B, T, F/tp)."""
+
+
+class RowLinear(CutLinear):
+    """A linear layer with this rank's input features. x (B, T, D/tp) -> the sum over ranks, whole (B, T, F) or with sp
+    a piece of the sequence. The bias is added once, after the sum."""
+
+    def __init__(self, linear: nn.Linear, axis: TensorAxis):
+        super().__init__(linear, axis)
+        self.axes = None, axis
+
+
+LINEAR = {"column": ColumnLinear, "row": RowLinear}
 
 
 class Region(nn.Module):

@@ -188,10 +188,16 @@ def settle(state: State, job: Job, ranks: Ranks, resumed: bool) -> list[str]:
 def _read(axis: Axis, job: Job, resumed: bool) -> set[str] | None:
     """The layers that an earlier part of the run computes in bf16, as rank 0 reads them; None: there is no file, or no
     such part."""
-    failed, path = None, job.out / FILE
+    names = list(card_of(job.recipe.model).parameters)
+    flags = torch.zeros(len(names) + 1, device=axis.device)
+    path = job.out / FILE
     if axis.rank == 0 and resumed and path.is_file():
         with understood(path):
-            failed = [str(name) for name in read_json(path)["in_bf16"]]
-    failed = json.loads(told(json.dumps(failed), 0, axis))
-    layers = {name.rpartition(".")[0] for name in card_of(job.recipe.model).parameters}
-    return None if failed is None else layers.intersection(failed)
+            failed = {str(name) for name in read_json(path)["in_bf16"]}
+        flags[-1] = 1
+        for place, name in enumerate(names):
+            flags[place] = name.rpartition(".")[0] in failed
+    flags = axis.all_reduce(flags).tolist()
+    if not flags[-1]:
+        return None
+    return {name.rpartition(".")[0] for name, flag in zip(names, flags, strict=False) if flag}
