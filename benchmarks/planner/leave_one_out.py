@@ -219,7 +219,8 @@ ROUNDS, EVERY = 2, 6
 
 def nanotron_fitted(every: Sequence[nanotron_runs.Row]) -> dict[str, Any]:
     """The constants that every sixth of these runs chooses, one after the other, twice."""
-    rows, now = every[::EVERY], dict(START)
+    rows = every[::EVERY]
+    now: dict[str, Any] = dict(START)
 
     def off(some: Sequence[nanotron_runs.Row], constants: dict[str, Any]) -> float:
         pairs = (nanotron_runs.seconds(row, constants) for row in some)
@@ -233,7 +234,8 @@ def nanotron_fitted(every: Sequence[nanotron_runs.Row]) -> dict[str, Any]:
             for nodes in (n for n in START["network"] if n > 1):
                 some = [row for row in rows if int(row["nodes"]) == nodes]
                 if len(some) > 1:
-                    tries = [now | {"network": {**now["network"], nodes: value}} for value in values]
+                    shares: Any = now["network"]
+                    tries = [now | {"network": {**shares, nodes: value}} for value in values]
                     now = min(tries, key=lambda c: off(some, c))
     return now
 

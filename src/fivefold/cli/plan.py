@@ -385,6 +385,7 @@ def search(
 
     The recipe's own layout and microbatch size are ignored.
     """
+    from fivefold.plan.advice.explain import explain as every_term
     from fivefold.plan.search import search as searching
 
     require_pictures(pictures, save, html, json)
@@ -408,10 +409,7 @@ def search(
         print_json(found.as_json() | answers | source)
     elif best:
         lines = [*_table(recipe, found, modes), *budgets.budget_lines(answers)]
-        if explain:
-            from fivefold.plan.advice.explain import explain as every_term
-
-            lines += ["", *summary(recipe, best), "", *every_term(best)]
+        lines += ["", *summary(recipe, best), "", *every_term(best)] if explain else []
         print("\n".join(lines))
     if best:
         save_plan(save, loaded, best)

@@ -174,7 +174,8 @@ class Search:
         """(bytes, a bound of those of all layouts to come, layout): layouts whose bound is at most `most`, those with
         the least bounds first."""
         space, least = self.space, self.bounds.bytes
-        heap = [(least.start(c, space), (number,), 0, c) for number, c in enumerate(space.starts())]
+        heap = list[tuple[float, tuple[int, ...], int, Choice]]()
+        heap += ((least.start(c, space), (number,), 0, c) for number, c in enumerate(space.starts()))
         heapq.heapify(heap)
         while heap and heap[0][0] <= most:
             _, order, level, c = heapq.heappop(heap)
