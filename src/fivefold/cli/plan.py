@@ -117,7 +117,7 @@ def plan(
     """Predict memory, step time and communication of a recipe on a cluster.
 
     A layout for another number of devices is replaced by the fastest that fits. See also `plan search`, `plan terms`
-    (of courses), `plan trace` (exact), `plan calibrate`. RECIPE may be a file of torchtitan, Megatron-LM, Hugging Face.
+    (of courses), `plan trace` (exact), `plan calibrate`. RECIPE: or a file of torchtitan, Megatron, Hugging Face.
     """
     from fivefold.plan.advice.budget import answer
 
