@@ -73,8 +73,8 @@ def derive(reading: Reading) -> None:
     arch = _architecture(reading)
     _, D, heads, _ = (number(key, None, 1) for key in NEEDED)
     fields["model.arch"] = arch
-    fields.setdefault("model.ffn_dim", 4 * D if arch == "gpt2" else max(1, 8 * D // 3 // 64) * 64)
-    if arch == "deepseek" or fields.get("model.head_dim") == D // heads:
+    fields.setdefault("model.ffn_dim", max(1, 8 * D // 3 // 64) * 64 if given.get("--swiglu") else 4 * D)
+    if given.get("--multi-latent-attention") or fields.get("model.head_dim") == D // heads:
         fields.pop("model.head_dim", None)
     size = given.get("--vocab-size") or reading.tables["tokenizers"].get(given.get("--tokenizer-type"))
     if isinstance(size, int):
@@ -101,8 +101,8 @@ def _architecture(reading: Reading) -> str:
     """Raises UserError: there is none with these arguments. It names the nearest, and the first difference."""
     given = reading.given
     traits = {arch: set(words.split()) for arch, words in reading.tables["architectures"].items()}
-    others, soft = traits.pop("others"), traits.pop("soft")
-    default = dict(word.split("=") for word in traits["gpt2"])
+    others, soft, defaults = (traits.pop(name) for name in ("others", "soft", "defaults"))
+    default = dict(word.split("=") for word in defaults)
     has = {word for word in others.union(soft, *traits.values()) - default.keys() if given.get(word)}
     has |= {f"{key}={given.get(key, value)}" for key, value in default.items()}
     differing = {arch: sorted(has - own) + sorted(own - has) for arch, own in traits.items()}
