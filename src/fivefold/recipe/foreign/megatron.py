@@ -123,7 +123,7 @@ def _layout(reading: Reading, pp: int) -> None:
     if each := number("--num-layers-per-virtual-pipeline-stage", 0):
         fields["layout.virtual_stages"] = max(1, layers // (pp * each))
     if fields.get("layout.virtual_stages", 1) > 1:
-        fields["layout.schedule"] = "interleaved"
+        fields["layout.schedule"] = reading.tables["virtual_stages"]
     if not (given.get("--use-megatron-fsdp") or given.get("--use-torch-fsdp2")):
         fields["layout.zero"] = int(bool(given.get("--use-distributed-optimizer")))
     mode = fields.get("layout.recompute")

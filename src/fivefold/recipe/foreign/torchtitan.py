@@ -11,6 +11,7 @@ from typing import Any
 from fivefold.errors import UserError, did_you_mean
 from fivefold.models.recomputation import runs_of
 from fivefold.recipe.foreign.reading import Reading
+from fivefold.schedules.pipeline import DEFAULT, SCHEDULES
 
 NAME = "torchtitan"
 
@@ -47,7 +48,7 @@ def derive(reading: Reading) -> None:
     if pp > 1:  # a local batch is what the pipeline cuts
         local, micro = fields["train.microbatch_size"], reading.number(f"{stage}microbatch_size", 1, 1)
         fields |= {"layout.microbatches": local // micro, "train.microbatch_size": micro}
-    if fields.get("layout.schedule", "1f1b") not in ("1f1b", "gpipe"):
+    if SCHEDULES[fields.get("layout.schedule", DEFAULT)].stages[1] != 1:
         ends = sum(reading.number(f"{stage}{end}_stage_less_layers", 1) for end in ("first", "last"))
         each = reading.number(f"{stage}layers_per_stage", 0)
         fields["layout.virtual_stages"] = max(1, -(-(layers + ends) // each) // pp) if each else 2
