@@ -96,10 +96,9 @@ def _moved(s: Setting, position: int, one: Memory, own: Elements) -> Memory:
         away[t.working] += b.working * keeps
         params = b.working * (outside + min(keeps - outside, s.layout.offload_window * block))
     whole = zero and scattered_once(zero, s.layout.pp) and s.microbatches > 1
-    if (
-        t.gradients == "device"
-    ):  # a rank's rows have a place of their own, beside the sums that FSDP2 scatters
-        gradients += b.gradient * keeps * bool(whole and t.masters != "device")
+    if t.gradients == "device":
+        if whole and t.masters != "device":  # rows have a place beside the sums that FSDP2 scatters
+            gradients += b.gradient * keeps
     else:  # but for two units (one computes, one moves) and what is outside of blocks
         away[t.gradients] += b.gradient * keeps
         gradients = gradients if whole else 0.0

@@ -284,9 +284,8 @@ def per_microbatch(own: Elements, cost: Cost, s: Setting) -> Cost:
     forward, backward = gathered, gathered + scattered
     if s.software.overlap_data:
         forward = exposed(forward, gathering, cost.forward)
-        alone, copying = (
-            (0.0, gathering + scattering) if s.software.overlap_scatter else (scattered, gathering)
-        )
+        beside = s.software.overlap_scatter
+        alone, copying = (0.0, gathering + scattering) if beside else (scattered, gathering)
         backward = alone + exposed(backward - alone, copying, cost.input + cost.weight)
     return Cost(forward + into, backward + into + out, 0.0, forward, backward)
 
