@@ -155,13 +155,14 @@ def test_megatron(tmp_path: Path) -> None:
     assert (model.rope_theta, model.tie_embeddings, model.dropout) == (500000.0, False, 0.0)
     assert (layout.tp, layout.sp, layout.pp, layout.dp_shard, layout.zero) == (2, True, 2, 4, 1)
     assert (layout.schedule, layout.virtual_stages, layout.recompute) == (
-        "interleaved", 2, "full*1/none*3/full*1/none*3")  # fmt: skip
+        "interleaved", 2, "full")  # fmt: skip
     assert (train.microbatch_size, train.global_batch_size, train.tokens) == (2, 64, 6400 * 1024)
     assert (optim.lr, optim.min_lr, optim.schedule, optim.betas) == (3e-4, 3e-5, "cosine", (0.9, 0.95))
     assert recipe.precision.mode == "bf16"
     assert "searched" not in text
     assert "not understood: --made-up-option = 7: not known here" in text
     assert "not understood: --attention-dropout = 0.1: " in text
+    assert "not understood: --recompute-method = block: layout.recompute lists blocks" in text
     for key in ("--tensorboard-dir", "--data-path", "--overlap-grad-reduce", "--max-position-embeddings"):
         assert re.search(rf"no effect on a plan \(.*\): .*{key}\b", text), key
 
@@ -193,7 +194,7 @@ def test_megatron_yaml(tmp_path: Path) -> None:
     two = reading(write(tmp_path, "two.yml", plain), 2)
     assert one.fields == two.fields
     assert one.missing == two.missing
-    assert one.unused["how processes start"] == ["--NCCL_IB_SL"]
+    assert one.unused["how processes start"] == ["--NCCL_IB_SL", "--METRICS"]
     assert one.unused["switched off"] == ["--sequence-parallel"]
     fields = one.fields
     assert (fields["model.arch"], fields["model.vocab_size"], fields["model.ffn_dim"]) == ("gpt2", 50304, 256)
@@ -202,6 +203,10 @@ def test_megatron_yaml(tmp_path: Path) -> None:
     assert (fields["layout.recompute"], fields["train.global_batch_size"]) == ("selective", 2)
     assert one.missing["--lr-decay-style = inverse-square-root"].startswith("optim.schedule has only")
     assert planned(tmp_path / "one.yaml", 2)[1].model.vocab_size == 50304
+    more = "\n  moe_freq:\n    - 1\n    - 2\n  finetune:\n    false\n  fp8_hybrid: false\n"
+    three = reading(write(tmp_path, "three.yaml", plain + more), 2)
+    assert (three.fields, three.missing["--moe-freq = 1 2"]) == (two.fields, "not known here")
+    assert three.unused["switched off"] == ["--sequence-parallel", "--fp8-hybrid"]
 
 
 def test_megatron_experts(tmp_path: Path) -> None:
@@ -212,6 +217,11 @@ def test_megatron_experts(tmp_path: Path) -> None:
     model = recipe.model
     assert (model.arch, model.experts, model.experts_per_token, model.expert_ffn_dim) == ("moe", 8, 2, 128)
     assert (model.shared_experts, model.aux_loss_weight, recipe.layout.ep) == (2, 0.01, 4)
+    sigmoid = "--moe-router-score-function sigmoid --moe-router-pre-softmax --moe-layer-freq 2"
+    found = reading(write(tmp_path, "sigmoid.sh", text.replace("256 --moe", f"192 {sigmoid} --moe")), 16)
+    assert "model.router_normalize" not in found.fields  # scores are always divided by their sum there
+    assert (found.fields["model.shared_experts"], "model.dense_layers" in found.fields) == (1, False)
+    assert {"--moe-layer-freq = 2", "--moe-shared-expert-intermediate-size = 192"} <= found.missing.keys()
 
 
 @pytest.mark.parametrize(("old", "new", "words"), [
@@ -243,6 +253,37 @@ def test_megatron_small_differences_are_named(tmp_path: Path) -> None:
         == "the nearest is llama, which has --disable-bias-linear"
     )
     assert (found.fields["model.arch"], found.fields["optim.lr"]) == ("llama", 3e-4)
+
+
+def test_megatron_in_a_shell(tmp_path: Path) -> None:
+    """Arrays and assignments on a line, redirections and other commands behind an argument, arguments in a variable."""
+    start, end = MEGATRON.index("LAYOUT=("), MEGATRON.index("torchrun")
+    layout = """A=1; TP=2
+MORE="--use-distributed-optimizer"
+LAYOUT=(--sequence-parallel $MORE --tensor-model-parallel-size $TP --pipeline-model-parallel-size 2)
+"""
+    text = (
+        MEGATRON[:start] + layout + MEGATRON[end:].replace("--tensorboard-dir logs", "--bf16 2>&1 | tee log")
+    )
+    found = reading(write(tmp_path, "train.sh", text), 16)
+    fields = found.fields
+    assert [fields[f"layout.{name}"] for name in ("tp", "pp", "sp", "zero")] == [2, 2, True, 1]
+    assert fields["precision.mode"] == "bf16"
+    for words, zero in (("--use-megatron-fsdp", 3), ("--use-megatron-fsdp --data-parallel-sharding-strategy optim", 1),
+                        ("--data-parallel-sharding-strategy optim_grads", 1), ("--use-torch-fsdp2", 3)):  # fmt: skip
+        assert reading(write(tmp_path, "fsdp.sh", f"{text} {words}"), 16).fields["layout.zero"] == zero
+
+
+def test_megatron_names_what_has_no_effect_or_two_values(tmp_path: Path) -> None:
+    text = MEGATRON.replace(
+        "--group-query-attention", "--num-layer 4 --lr 0.1 --save-interval 5 --save-interval 6"
+    )
+    found = reading(write(tmp_path, "train.sh", text), 16)
+    assert "model.kv_heads" not in found.fields
+    assert found.missing["--num-query-groups = 4"] == "it has no effect without --group-query-attention"
+    assert found.missing["--num-layer = 4"] == "not known here; did you mean '--num-layers'?"
+    assert found.missing["--lr (earlier) = 0.1"] == "the last one counts"
+    assert (found.fields["optim.lr"], found.fields["checkpoint.every"]) == (3e-4, 6)
 
 
 def test_a_variable_does_not_grow_without_end(tmp_path: Path) -> None:
@@ -281,19 +322,30 @@ def test_torchtitan(tmp_path: Path) -> None:
     assert (recipe.precision.mode, recipe.precision.fp8_scaling) == ("fp8", "row")
     assert "searched" not in text
     assert "not understood: my_section.my_key = 1: not known here" in text
+    assert (
+        "not understood: parallelism.pipeline_parallel_layers_per_stage = 9: set layout.virtual_stages"
+        in text
+    )
     assert "not understood: parallelism.enable_async_tensor_parallel = True: layout.tp_chunks" in text
     assert "training.dataset" in text
     assert "job.description" in text
 
 
 def test_torchtitan_defaults_and_earlier_names(tmp_path: Path) -> None:
-    text = "[training]\nbatch_size = 4\ntensor_parallel_degree = 2\nwarmup_steps = 7\n"
-    fields = reading(write(tmp_path, "old.toml", text), 8).fields
+    text = '[model]\nflavor="debugmodel"\n[training]\nbatch_size = 4\ntensor_parallel_degree = 2\nwarmup_steps = 7\n'
+    found = reading(write(tmp_path, "old.toml", text), 8)
+    fields = found.fields
     assert (fields["layout.tp"], fields["layout.dp_shard"], fields["layout.zero"]) == (2, 4, 3)
     assert (fields["train.microbatch_size"], fields["train.global_batch_size"]) == (4, 16)
     assert (fields["optim.warmup_steps"], fields["model.dim"], fields["train.steps"]) == (7, 256, 10_000)
-    assert fields["layout.recompute"] == "/".join(["none*1/full*1"] * 3)  # every second block
+    assert fields["layout.recompute"] == "selective"
+    assert any(key.startswith("activation_checkpoint.selective_ac_option") for key in found.missing)
     assert fields["data.tokenizer"] == "bpe:2048"
+    for name in ("float8", "quantize.linear.float8"):
+        converted = reading(
+            write(tmp_path, "fp8.toml", text.replace("[training]", f'converters=["{name}"]\n[training]'))
+        )
+        assert converted.fields["precision.mode"] == "fp8"
 
 
 @pytest.mark.parametrize(("name", "text", "words"), [
@@ -308,7 +360,11 @@ def test_torchtitan_defaults_and_earlier_names(tmp_path: Path) -> None:
     ("a.json", json.dumps(HUGGING_FACE | {"model_type": "gemma2"}), 'model_type = "gemma2" is not supported; the '
      "nearest kind is llama, and the first difference: llama has no made_up = 3"),
     ("a.json", json.dumps(HUGGING_FACE | {"hidden_act": "gelu"}), "hidden_act = gelu; only silu or swish"),
-    ("a.yaml", "num_layers: 3\nwhat is this\n", "a.yaml:2: what is this: must be a line `key: value`"),
+    ("a.yaml", "num_layers: 3\nwhat is this\n", "--num-layers = '3 what is this': must be a whole number"),
+    ("a.toml", TORCHTITAN + "[checkpoint]\ninterval = 'often'", "checkpoint.interval = 'often': must be a whole"),
+    ("a.toml", TORCHTITAN.replace("batch_size = 2", "batch_size = 3").replace("pipeline_parallel_layers_per_stage = 9",
+     "pipeline_parallel_microbatch_size = 2"), "training.local_batch_size: must be a multiple of 2"),
+    ("a.json", '["model_type"]', "a.json"),
 ])  # fmt: skip
 def test_mistakes(tmp_path: Path, name: str, text: str, words: str) -> None:
     result = RUNNER.invoke(app, ["plan", str(write(tmp_path, name, text)), "--cluster", "h100:16"])

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fivefold.errors import UserError
+from fivefold.errors import UserError, did_you_mean
 from fivefold.files import read_text
 from fivefold.recipe.foreign import hugging_face, megatron, torchtitan
 from fivefold.recipe.foreign.reading import Reading
@@ -67,26 +67,27 @@ def read(path: Path, devices: int, model_of: Callable[[str], dict[str, Any]]) ->
     if (found := kind_of(path)) is None:
         return None
     kind, path = found
-    table, given = tables(kind).get, dict[str, Any]()
-    if why := table("refused", {}).get(path.suffix):
+    table, given = tables(kind), dict[str, Any]()
+    if why := table["refused"].get(path.suffix):
         raise UserError(f"{path}: {why}")
     for key, value in kind.given(path).items():
-        name, equals, word = table("earlier", {}).get(key, key).partition("=")
-        given[name] = word if equals else value
+        name, _, word = (key if value is False else table["earlier"].get(key, key)).partition("=")
+        given[name] = word or value
     said = {key: value for key, value in given.items() if "$" not in str(value)}
-    reading = Reading(kind.NAME, path, tables(kind), said, devices, model_of, dict(table("meant", {})))
-    for key, ours in table("copied", {}).items():
+    reading = Reading(kind.NAME, path, table, said, devices, model_of, dict(table["meant"]))
+    for key, ours in table["copied"].items():
         if said.get(key) is not None and said[key] is not False:
-            _copy(reading, key, ours, table("words", {}).get(key))
-    reading.understood |= {key: ours for key, ours in table("derived", {}).items() if key in said}
+            _copy(reading, key, ours, table["words"].get(key))
+    reading.understood |= {key: ours for key, ours in table["derived"].items() if key in said}
     kind.derive(reading)
     _complete(reading)
     told = {*reading.understood, *(text.partition(" = ")[0] for text in reading.missing)}
+    known = {*table["copied"], *table["derived"], *table["earlier"]}
     for key in (key for key in given if key not in told):
-        if (why := _named(table("unused", {}), key)) or given[key] in (None, False, "", [], {}):
+        if (why := _named(table["unused"], key)) or given[key] in (None, False, "", [], {}):
             reading.unused.setdefault(why or "switched off", []).append(key)
         else:
-            why = _named(table("lacking", {}), key) or "not known here"
+            why = _named(table["lacking"], key) or f"not known here{did_you_mean(key, known, 0.9)}"
             why = why if key in said else "the file does not say its value"
             reading.missing[f"{key} = {given[key]!s:.60}"] = why
     return reading
@@ -99,8 +100,8 @@ def _copy(reading: Reading, key: str, ours: str, words: Mapping[str, Any] | None
         text = "true" if value is True else str(value)
         word = value if words is None else words.get(text, value if "*" in words else None)
         if word is None:
-            why = _named(reading.tables.get("lacking", {}), key)
-            return reading.lacks(key, why or f"{ours} has only what stands for {', '.join(words or ())}")
+            why = f"{ours} has only what stands for {', '.join(words or ())}"
+            return reading.lacks(key, _named(reading.tables["lacking"], key) or why)
         for name, one in (word if isinstance(word, dict) else {ours: word}).items():
             section, _, field = name.partition(".")
             try:
@@ -125,8 +126,12 @@ def _complete(reading: Reading) -> None:
     dropped |= set() if fields.get("model.experts") else {"layout.ep"}
     local = fields.get("train.microbatch_size", 1) * fields.pop("layout.microbatches", 1)
     fields.setdefault("train.global_batch_size", local * dp * replicas)
-    if (fields.get("model.vocab_size") or SMALL) < SMALL:
-        fields.setdefault("data.tokenizer", f"bpe:{fields['model.vocab_size']}")
+    if (size := fields.get("model.vocab_size", 0)) == 0:
+        reading.notes.append(
+            f"the file does not say the vocabulary's size: {SMALL:,} (--set model.vocab_size=N)"
+        )
+    elif size < SMALL:
+        fields.setdefault("data.tokenizer", f"bpe:{size}")
     if not {"train.steps", "train.tokens"} & fields.keys():
         fields["train.steps"] = STEPS
         reading.notes.append(f"train.steps = {STEPS}: the file does not say how long the run is")
