@@ -229,8 +229,8 @@ def test_megatron_experts(tmp_path: Path) -> None:
     ("--swiglu", "--swiglu --multi-latent-attention", "the nearest is llama, which has no --multi-latent"),
     ("pretrain_gpt.py", "pretrain_bert.py", "the nearest is llama, which has no --pretrain_bert"),
     ("--hidden-size $SIZE", "", "--hidden-size has no value, or several: must be a whole number >= 1"),
-    ("--num-attention-heads 8", "--num-attention-heads many", "--num-attention-heads = 'many': must be a whole number"),
-    ("--global-batch-size 64", "--global-batch-size -64", "--global-batch-size = -64: must be a whole number >= 1"),
+    ("--num-attention-heads 8", "--num-attention-heads many", 'model.heads = "many": must be a whole number'),
+    ("--global-batch-size 64", "--global-batch-size -64", "train.global_batch_size = -64: must be a whole number >= 1"),
     ("--num-layers-per-virtual-pipeline-stage 2", "--num-layers-per-virtual-pipeline-stage x",
      "--num-layers-per-virtual-pipeline-stage = 'x': must be a whole number >= 0"),
 ])  # fmt: skip
@@ -351,8 +351,8 @@ def test_torchtitan_defaults_and_earlier_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "text", "words"), [
     ("a.toml", TORCHTITAN.replace("8B", "debug"), "model.flavor = 'debug': no such model here; did you mean"),
     ("a.toml", TORCHTITAN.replace("llama3", "llama4"), "model.name = 'llama4': no such model here; did you mean"),
-    ("a.toml", TORCHTITAN.replace("8192", '"long"'), "training.seq_len = 'long': must be a whole number"),
-    ("a.toml", TORCHTITAN.replace("3000", "[1, 2]"), "training.steps = [1, 2]: must be a whole number"),
+    ("a.toml", TORCHTITAN.replace("8192", '"long"'), 'model.seq_len = "long": must be a whole number'),
+    ("a.toml", TORCHTITAN.replace("3000", "[1, 2]"), "training.steps: train.steps = [1, 2]: must be a whole number"),
     ("a.toml", "[training]\nsteps = = 3\n", "not valid TOML"),
     ("a.py", "from torchtitan.trainer import Trainer\n", "configurations in Python are programs"),
     ("a.json", '{"hidden_size": 3}', 'model_type = "None" is not supported'),
@@ -360,8 +360,8 @@ def test_torchtitan_defaults_and_earlier_names(tmp_path: Path) -> None:
     ("a.json", json.dumps(HUGGING_FACE | {"model_type": "gemma2"}), 'model_type = "gemma2" is not supported; the '
      "nearest kind is llama, and the first difference: llama has no made_up = 3"),
     ("a.json", json.dumps(HUGGING_FACE | {"hidden_act": "gelu"}), "hidden_act = gelu; only silu or swish"),
-    ("a.yaml", "num_layers: 3\nwhat is this\n", "--num-layers = '3 what is this': must be a whole number"),
-    ("a.toml", TORCHTITAN + "[checkpoint]\ninterval = 'often'", "checkpoint.interval = 'often': must be a whole"),
+    ("a.yaml", "num_layers: 3\nwhat is this\n", '--num-layers: model.layers = "3 what is this": must be'),
+    ("a.toml", TORCHTITAN + "[checkpoint]\ninterval = 'often'", 'checkpoint.every = "often": must be'),
     ("a.toml", TORCHTITAN.replace("batch_size = 2", "batch_size = 3").replace("pipeline_parallel_layers_per_stage = 9",
      "pipeline_parallel_microbatch_size = 2"), "training.local_batch_size: must be a multiple of 2"),
     ("a.json", '["model_type"]', "a.json"),
@@ -420,17 +420,27 @@ def test_other_commands_say_what_to_do(tmp_path: Path, command: str, name: str, 
     assert kind in str(RUNNER.invoke(app, [command, str(path)]).exception)
 
 
-@pytest.mark.slow
-def test_what_was_read_trains(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"{i} squared is {i * i}, and the next one follows. " for i in range(600)))
+def tiny_script() -> str:
     script = MEGATRON
     for old, new in (("1024", "32"), ("256", "32"), ("TP=2", "TP=1"), ("parallel-size 2", "parallel-size 1"), (
         "32000", "384"), ("--train-samples 6400", "--train-iters 2"), ("batch-size 64", "batch-size 8")):  # fmt: skip
         script = script.replace(old, new)
-    sets = [f"data.source={text}", "data.tokenizer=bytes", f"data.cache={tmp_path / 'cache'}"]
+    return script
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "text", "devices", "sets"), [
+    ("train.sh", tiny_script(), 2, []),
+    ("train.toml", '[model]\nflavor="debugmodel"\n[training]\nlocal_batch_size=2\nseq_len=32\nsteps=2\n', 2, []),
+    ("config.json", json.dumps(HUGGING_FACE | {"max_position_embeddings": 32}), 1,
+     ["train.steps=2", "train.global_batch_size=4"]),
+])  # fmt: skip
+def test_what_was_read_trains(tmp_path: Path, name: str, text: str, devices: int, sets: list[str]) -> None:
+    data = tmp_path / "text.txt"
+    data.write_text("".join(f"{i} squared is {i * i}, and the next one follows. " for i in range(600)))
+    sets = [*sets, f"data.source={data}", "data.tokenizer=bytes", f"data.cache={tmp_path / 'cache'}"]
     options = [word for text in sets for word in ("--set", text)]
-    _, recipe = planned(write(tmp_path, "train.sh", script), 2, *options)
+    _, recipe = planned(write(tmp_path, name, text), devices, *options)
     prepare(recipe)
     out = run_command(recipe, out=tmp_path / "run", fork=False)
     assert [line["step"] for line in read_metrics(out / "metrics.jsonl") if "loss" in line] == [1, 2]

@@ -130,8 +130,8 @@ def program(name: str, cluster: Cluster) -> Software:
     path = Path(name)
     try:
         given = tomllib.loads(read_text(path, MOST_BYTES))
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise UserError(f"{path}: not valid TOML: {str(error)[:200]}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not valid TOML: {error!s:.200}") from None
     base = given.pop("base", OWN)
     if base not in known:
         raise UserError(f"{path}: base: must be one of {', '.join(known)}, not {base!r:.60}")
@@ -162,25 +162,8 @@ def _check(path: Path, key: str, value: Any) -> None:
 
 
 PUBLISHED = Path(__file__).with_name("published.json")
-"""Of each kind of published run, for time ("kinds") and for memory: [the kind's fields, sources, fewest and most
-devices, rows, mean, worst error]."""
-
-
-class Kind(NamedTuple):
-    """What a published run and a plan must share, so that one says how far the other's time may be off. generation: of
-    the devices. factor: bytes per element of what matmuls multiply. fused: consecutive operations are one pass."""
-
-    generation: str
-    factor: float
-    experts: bool
-    fused: bool
-
-
-class MemoryKind(NamedTuple):
-    """The same for memory. gathers: weights are gathered for each use (ZeRO 3)."""
-
-    experts: bool
-    gathers: bool
+"""For time and for memory, of each kind of published run: [the kind, then what `Evidence` has]."""
+Kind = tuple[Any, ...]
 
 
 class Evidence(NamedTuple):
@@ -204,37 +187,35 @@ class Evidence(NamedTuple):
         return f"plans of {self.rows} published runs {kind} were {off} on average, {100 * self.worst:.2g}% at worst"
 
 
-def kind_of(s: Setting) -> Kind | None:
-    """None: the device has no data sheet."""
+def kind_of(s: Setting, what: str) -> Kind:
+    """What a published run and a plan must share, so that one says how far the other may be off. In time: generation of
+    the devices ("": they have no data sheet), bytes per element of what matmuls multiply, experts, operations in one
+    pass. In memory: experts, weights that are gathered for each use (ZeRO 3)."""
+    if what == "memory":
+        return s.card.has_experts, s.layout.zero == 3
     sheet = BY_NAME.get(s.cluster.device.sheet)
-    return sheet and Kind(sheet.generation, DTYPES[s.rate].bytes, s.card.has_experts, s.software.fused)
+    return sheet.generation if sheet else "", DTYPES[s.rate].bytes, s.card.has_experts, s.software.fused
 
 
-def memory_kind_of(s: Setting) -> MemoryKind:
-    return MemoryKind(s.card.has_experts, s.layout.zero == 3)
-
-
-def evidence(s: Setting) -> Evidence | None:
-    """What published runs of the same kind say of a plan's seconds. None: nobody published such a run."""
-    return _published()[0].get(kind_of(s))
-
-
-def memory_evidence(s: Setting) -> Evidence | None:
-    """The same of a plan's bytes on a GPU."""
-    return _published()[1].get(memory_kind_of(s))
+def evidence(s: Setting, what: str) -> Evidence | None:
+    """What published runs of the same kind say of a plan on GPUs. None: nobody published such a run."""
+    return _published()[what].get(kind_of(s, what))
 
 
 def said(s: Setting) -> list[str]:
-    """Both in words, memory first."""
-    found = {"memory": memory_evidence(s), "time": evidence(s)}
+    """The same in words, of memory and of time."""
     return [
-        each.says(what) if each else f"nobody has published the {what} of a run of this kind"
-        for what, each in found.items()
+        found.says(what)
+        if (found := evidence(s, what))
+        else f"nobody has published the {what} of a run of this kind"
+        for what in ("memory", "time")
     ]
 
 
 @cache
-def _published() -> tuple[dict[Kind | None, Evidence], dict[MemoryKind, Evidence]]:
-    found = read_json(PUBLISHED)
-    times: dict[Kind | None, Evidence] = {Kind(*row[:4]): Evidence(*row[4:]) for row in found["kinds"]}
-    return times, {MemoryKind(*row[:2]): Evidence(*row[2:]) for row in found["memory"]}
+def _published() -> dict[str, dict[Kind, Evidence]]:
+    own = len(Evidence._fields)
+    return {
+        what: {tuple(row[:-own]): Evidence(*row[-own:]) for row in rows}
+        for what, rows in read_json(PUBLISHED).items()
+    }

@@ -18,7 +18,7 @@ from fivefold.errors import UserError, did_you_mean
 from fivefold.files import read_text
 from fivefold.recipe.foreign import hugging_face, megatron, torchtitan
 from fivefold.recipe.foreign.reading import Reading
-from fivefold.recipe.messages import KEYS, SECTIONS, allowed
+from fivefold.recipe.messages import SECTIONS, bad_field
 from fivefold.recipe.rules.combinations import unused
 from fivefold.recipe.schema import Sections
 
@@ -53,16 +53,14 @@ def refuse(path: Path) -> None:
 
 
 def read(path: Path, devices: int, model_of: Callable[[str], dict[str, Any]]) -> Reading | None:
-    """Reads a configuration of another program (see `Reading`); None: it is none. The tables of a kind:
+    """Reads a configuration of another program (see `Reading`); None: it is none. Raises UserError: it is malformed, or
+    its model is of no architecture here. The tables of a kind:
 
     signs: {end of a file's name: what is in it}. refused: {end of a name: why}. earlier: {an older key: the key, or
     key=value}. copied: {their key: our field}, in the order in which they count. words: for some of these, {their
     value: ours, or {our field: value}}; "*" are all others. derived: {their key: our fields} that `derive` sets. meant:
     our fields in a file without their keys. unused: {why they change no plan: patterns of keys}. lacking: {what is here
     instead: patterns}.
-
-    Raises:
-        UserError: it is malformed, or its model is of no architecture here.
     """
     if (found := kind_of(path)) is None:
         return None
@@ -88,8 +86,9 @@ def read(path: Path, devices: int, model_of: Callable[[str], dict[str, Any]]) ->
             reading.unused.setdefault(why or "switched off", []).append(key)
         else:
             why = _named(table["lacking"], key) or f"not known here{did_you_mean(key, known, 0.9)}"
-            why = why if key in said else "the file does not say its value"
-            reading.missing[f"{key} = {given[key]!s:.60}"] = why
+            reading.missing[f"{key} = {given[key]!s:.60}"] = (
+                why if key in said else "the file does not say its value"
+            )
     return reading
 
 
@@ -107,8 +106,7 @@ def _copy(reading: Reading, key: str, ours: str, words: Mapping[str, Any] | None
             try:
                 SECTIONS[section].model_validate({field: one})
             except ValidationError:
-                message = f"{reading.path}: {key} = {value!r:.60}: must be {allowed(KEYS[name])} ({name})"
-                raise UserError(message) from None
+                raise UserError(f"{reading.path}: {key}: {bad_field(name, value)}") from None
             reading.fields[name] = one
 
 
@@ -127,9 +125,7 @@ def _complete(reading: Reading) -> None:
     local = fields.get("train.microbatch_size", 1) * fields.pop("layout.microbatches", 1)
     fields.setdefault("train.global_batch_size", local * dp * replicas)
     if (size := fields.get("model.vocab_size", 0)) == 0:
-        reading.notes.append(
-            f"the file does not say the vocabulary's size: {SMALL:,} (--set model.vocab_size=N)"
-        )
+        reading.notes.append(f"the file does not say the vocabulary: {SMALL:,} (--set model.vocab_size=N)")
     elif size < SMALL:
         fields.setdefault("data.tokenizer", f"bpe:{size}")
     if not {"train.steps", "train.tokens"} & fields.keys():
@@ -141,5 +137,6 @@ def _complete(reading: Reading) -> None:
 
 
 def _named(table: Mapping[str, str], key: str) -> str | None:
-    found = (why for why, names in table.items() if any(fnmatchcase(key, n) for n in names.split()))
-    return next(found, None)
+    return next(
+        (why for why, names in table.items() if any(fnmatchcase(key, n) for n in names.split())), None
+    )

@@ -131,19 +131,21 @@ def _experts(reading: Reading) -> None:
 
 
 def _architecture(reading: Reading) -> str:
-    """Raises UserError: there is none with these arguments. It names the nearest, and the first difference."""
-    given = reading.given
-    traits = {arch: set(words.split()) for arch, words in reading.tables["architectures"].items()}
-    others, soft, defaults = (traits.pop(name) for name in ("others", "soft", "defaults"))
-    default = dict(word.split("=") for word in defaults)
-    has = {word for word in others.union(soft, *traits.values()) - default.keys() if given.get(word)}
-    has |= {f"{key}={given.get(key, value)}" for key, value in default.items()}
-    differing = {arch: sorted(has - own) + sorted(own - has) for arch, own in traits.items()}
-    hard = {arch: [w for w in words if w.partition("=")[0] not in soft] for arch, words in differing.items()}
-    arch = min(traits, key=lambda arch: (len(hard[arch]), len(differing[arch])))
-    for word in hard[arch] or differing[arch]:
+    """That with the fewest differences, large ones first. Raises UserError: a large one is left."""
+    given, tables = reading.given, reading.tables
+    own = {arch: {*words.split()} for arch, words in tables["architectures"].items()}
+    known = {*tables["small"], *tables["others"]}.union(*own.values()) - tables["absent"].keys()
+    has = {word for word in known if given.get(word)}
+    has |= {f"{key}={given.get(key, value)}" for key, value in tables["absent"].items()}
+
+    def order(word: str) -> tuple[bool, bool, str]:
+        return word.partition("=")[0] in tables["small"], word not in has, word
+
+    differing = {arch: sorted(has ^ words, key=order) for arch, words in own.items()}
+    arch = min(own, key=lambda arch: (sum(not order(w)[0] for w in differing[arch]), len(differing[arch])))
+    for word in differing[arch]:
         differs = f"{arch}, which has {'no ' * (word in has)}{word}"
-        if hard[arch]:
+        if not order(word)[0]:
             raise UserError(f"{reading.path}: no architecture here has this shape; the nearest is {differs}")
         reading.lacks(word.partition("=")[0], f"the nearest is {differs}")
     return arch
