@@ -434,7 +434,7 @@ def tiny_script() -> str:
     ("train.toml", '[model]\nflavor="debugmodel"\n[training]\nlocal_batch_size=2\nseq_len=32\nsteps=2\n', 2, []),
     ("config.json", json.dumps(HUGGING_FACE | {"max_position_embeddings": 32}), 1,
      ["train.steps=2", "train.global_batch_size=4"]),
-])  # fmt: skip
+], ids=("Megatron-LM", "torchtitan", "Hugging Face"))  # fmt: skip
 def test_what_was_read_trains(tmp_path: Path, name: str, text: str, devices: int, sets: list[str]) -> None:
     data = tmp_path / "text.txt"
     data.write_text("".join(f"{i} squared is {i * i}, and the next one follows. " for i in range(600)))
