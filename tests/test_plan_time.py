@@ -82,10 +82,11 @@ def test_programs_of_others(tmp_path: Path) -> None:
     assert mine == replace(NEMO, name="mine", fused=False, tensor=NEMO.tensor._replace(pieces=8))
     assert program("fivefold", h100) is FIVEFOLD
     for text, words in {
-        'loss = "none"': "loss: must be one of chunks, fused, plain",
+        'loss = "none"': 'loss = "none": must be one of "chunks", "fused", "plain"',
+        "fp8_skips = 1": "fp8_skips = 1: unknown key",
         "fusd = true": "did you mean 'fused'?",
-        "host = -1": "host: must be a number of at least 0",
-        "pieces = true": "pieces: must be a whole number",
+        "host = -1": "host = -1: must be a number >= 0",
+        "pieces = true": "pieces = true: must be a whole number >= 0 and <= 64",
         'base = "mine"': "base: must be one of fivefold, megatron-2021",
         "fused =": "not valid TOML",
         f"host = {'9' * 5000}": "not valid TOML",

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-import math
 import tomllib
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, get_origin, get_type_hints
+
+from pydantic import Field, create_model
 
 from fivefold.errors import UserError, did_you_mean
 from fivefold.files import read_json, read_text
@@ -17,6 +18,8 @@ from fivefold.models.operations import TensorWay
 from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.setting import PAPER, Setting, Software, States, software_of
 from fivefold.precision import DTYPES
+from fivefold.recipe.messages import wrong
+from fivefold.recipe.schema import Section
 
 OWN = "fivefold"
 MOST_BYTES = 64 << 10
@@ -106,14 +109,19 @@ PROGRAMS = {each.name: each for each in (MEGATRON_2021, MEGATRON_CORE, NEMO, TOR
 """Other programs. Our own one depends on the devices (`setting.software_of`)."""
 
 
-_KEYS = {
-    name: kind
-    for kinds in (get_type_hints(Software), get_type_hints(TensorWay))
-    for name, kind in kinds.items()
-    if kind in (bool, int, float) or get_args(kind)
-    if name not in ("states", "documents", "expert_load", "estimates", "fp8_dispatch")
-}
-"""What a file may say besides `base`, with its type; not what a recipe or another option says."""
+_LIMITS: dict[Any, dict[str, float]] = {int: {"ge": 0, "le": MOST_PIECES}, float: {"ge": 0, "le": 1e15}}
+_FILE: Any = create_model(
+    "_FILE",
+    __base__=Section,
+    **{
+        name: (kind | None, Field(None, **_LIMITS.get(kind, {})))
+        for kinds in (get_type_hints(Software), get_type_hints(TensorWay))
+        for name, kind in kinds.items()
+        if kind in (bool, int, float) or get_origin(kind) is Literal
+        if name not in ("expert_load", "estimates", "fp8_dispatch")
+    },
+)
+"""What a file may say besides `base`; not what a recipe or another option says."""
 
 
 def program(name: str, cluster: Cluster) -> Software:
@@ -135,30 +143,11 @@ def program(name: str, cluster: Cluster) -> Software:
     base = given.pop("base", OWN)
     if base not in known:
         raise UserError(f"{path}: base: must be one of {', '.join(known)}, not {base!r:.60}")
-    for key, value in given.items():
-        _check(path, key, value)
+    for text in wrong(_FILE, given):
+        raise UserError(f"{path}: {text}")
     found = program(base, cluster)
     way = {key: given.pop(key) for key in TensorWay._fields if key in given}
     return replace(found, name=path.stem, tensor=found.tensor._replace(**way), **given)
-
-
-def _check(path: Path, key: str, value: Any) -> None:
-    if key not in _KEYS:
-        raise UserError(
-            f"{path}: unknown key '{key}'{did_you_mean(key, _KEYS)} (keys: base, {', '.join(_KEYS)})"
-        )
-    kind = _KEYS[key]
-    if choices := get_args(kind):
-        allowed, fits = f"one of {', '.join(choices)}", value in choices
-    elif kind is bool:
-        allowed, fits = "true or false", isinstance(value, bool)
-    else:
-        most = math.inf if kind is float else MOST_PIECES
-        allowed = "a number of at least 0" if kind is float else f"a whole number from 0 to {most}"
-        fits = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
-        fits = fits and 0 <= value <= most and math.isfinite(value)
-    if not fits:
-        raise UserError(f"{path}: {key}: must be {allowed}, not {value!r:.60}")
 
 
 PUBLISHED = Path(__file__).with_name("published.json")
