@@ -109,7 +109,7 @@ PROGRAMS = {each.name: each for each in (MEGATRON_2021, MEGATRON_CORE, NEMO, TOR
 """Other programs. Our own one depends on the devices (`setting.software_of`)."""
 
 
-_LIMITS: dict[Any, dict[str, float]] = {int: {"ge": 0, "le": MOST_PIECES}, float: {"ge": 0, "le": 1e15}}
+_LIMITS: dict[Any, dict[str, Any]] = {int: {"ge": 0, "le": MOST_PIECES}, float: {"ge": 0, "le": 1e15}}
 _FILE: Any = create_model(
     "_FILE",
     __base__=Section,
