@@ -110,17 +110,14 @@ PROGRAMS = {each.name: each for each in (MEGATRON_2021, MEGATRON_CORE, NEMO, TOR
 
 
 _LIMITS: dict[Any, dict[str, Any]] = {int: {"ge": 0, "le": MOST_PIECES}, float: {"ge": 0, "le": 1e15}}
-_FILE: Any = create_model(
-    "_FILE",
-    __base__=Section,
-    **{
-        name: (kind | None, Field(None, **_LIMITS.get(kind, {})))
-        for kinds in (get_type_hints(Software), get_type_hints(TensorWay))
-        for name, kind in kinds.items()
-        if kind in (bool, int, float) or get_origin(kind) is Literal
-        if name not in ("expert_load", "estimates", "fp8_dispatch")
-    },
-)
+_KEYS: dict[str, Any] = {
+    name: (kind | None, Field(None, **_LIMITS.get(kind, {})))
+    for kinds in (get_type_hints(Software), get_type_hints(TensorWay))
+    for name, kind in kinds.items()
+    if kind in (bool, int, float) or get_origin(kind) is Literal
+    if name not in ("expert_load", "estimates", "fp8_dispatch")
+}
+_FILE = create_model("_FILE", __base__=Section, **_KEYS)
 """What a file may say besides `base`; not what a recipe or another option says."""
 
 
