@@ -18,7 +18,7 @@ from fivefold.errors import UserError, did_you_mean
 from fivefold.files import read_text
 from fivefold.recipe.foreign import hugging_face, megatron, torchtitan
 from fivefold.recipe.foreign.reading import Reading
-from fivefold.recipe.messages import SECTIONS, bad_field
+from fivefold.recipe.messages import SECTIONS, wrong
 from fivefold.recipe.rules.combinations import unused
 from fivefold.recipe.schema import Sections
 
@@ -103,10 +103,8 @@ def _copy(reading: Reading, key: str, ours: str, words: Mapping[str, Any] | None
             return reading.lacks(key, _named(reading.tables["lacking"], key) or why)
         for name, one in (word if isinstance(word, dict) else {ours: word}).items():
             section, _, field = name.partition(".")
-            try:
-                SECTIONS[section].model_validate({field: one})
-            except ValidationError:
-                raise UserError(f"{reading.path}: {key}: {bad_field(name, value)}") from None
+            for text in wrong(SECTIONS[section], {field: one}):
+                raise UserError(f"{reading.path}: {key}: {text}")
             reading.fields[name] = one
 
 
