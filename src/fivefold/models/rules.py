@@ -68,6 +68,18 @@ def model_rules(model: ModelSection, tp: int = 1) -> Iterator[Contradiction]:
             {"model.rope_mscale", "model.rope_scaling"},
             f'model.rope_mscale = {model.rope_mscale} needs model.rope_scaling = "yarn", not "{model.rope_scaling}"',
         )
+    if model.mtp_depth >= model.seq_len - 1 and card.multi_token:
+        yield (
+            {"model.mtp_depth", "model.seq_len"},
+            f"model.mtp_depth = {model.mtp_depth} leaves no target in sequences of model.seq_len = {model.seq_len} "
+            f"tokens. Nearest valid: {model.seq_len - 2}",
+        )
+    if not model.mtp_depth and card.multi_token and model.mtp_weight != PLAIN.mtp_weight:
+        yield (
+            {"model.mtp_weight", "model.mtp_depth"},
+            f"model.mtp_weight = {model.mtp_weight} has no effect: model.mtp_depth = 0 predicts no further token. "
+            "Nearest valid: leave mtp_weight out, or set model.mtp_depth = 1",
+        )
     yield from card.rules()
 
 
@@ -77,6 +89,7 @@ WORDS = {
     "free_heads": "heads of their own width",
     "attention_biases": "biases that only attention has",
     "latent_attention": "latent attention",
+    "multi_token": "modules for multi-token prediction",
 }
 """Facts of cards in words."""
 
@@ -139,6 +152,7 @@ FREE = {
     "aux_loss_weight",
     "balance_rate",
     "z_loss_weight",
+    "mtp_weight",
 }
 """Fields that only say how a run trains."""
 EXTENDED = {name for name in ModelSection.model_fields if name.startswith("rope_") and name != "rope_dim"}

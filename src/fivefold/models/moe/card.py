@@ -41,7 +41,7 @@ class Card(llama.Card):
         """Biases of the routers, which follow the load."""
         if self.model.balance != "bias":
             return {}
-        mixed = [number for number in range(self.model.layers) if self.is_mixed(number)]
+        mixed = [number for number, experts in enumerate(self.mixed) if experts]
         return {f"blocks.{number}.mlp.router.bias": (self.model.experts or 0,) for number in mixed}
 
     def resized(self, layers: int) -> dict[str, Any]:
@@ -108,10 +108,10 @@ class Card(llama.Card):
                 )
 
     def is_mixed(self, number: int) -> bool:
-        return number >= self.model.dense_layers
+        return number >= min(self.model.dense_layers, self.model.layers)
 
     def mixed_blocks(self) -> int:
-        return self.model.layers - self.model.dense_layers
+        return self.model.depth - self.model.dense_layers
 
     def feed_forward(self, number: int) -> dict[str, Shape]:
         """With experts: router, routed experts (each SwiGLU: gate and up in one matrix, down), shared experts as one

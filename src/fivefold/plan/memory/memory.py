@@ -146,6 +146,7 @@ def microbatch(s: Setting, sums: Sums, recompute: str) -> MicrobatchBytes:
     """Bytes of one microbatch on a rank under a recomputation mode. A block that runs again has its input whole."""
     divided, stream = parts_of(s.layout), s.activation
     used, outside = region(recompute, s.software), region("none", s.software).keeps
+    behind = used.keeps | {"stream"}  # blocks of multi-token prediction recompute, too
     others = stream * (1 - 1 / divided)
     kinds = [
         sums.block[s.kind(mixed, recompute)] if mixed in s.card.mixed else NO_BLOCK for mixed in (False, True)
@@ -161,14 +162,14 @@ def microbatch(s: Setting, sums: Sums, recompute: str) -> MicrobatchBytes:
         plain,
         mixed,
         _of(sums.begin, outside),
-        _of(sums.end, outside),
+        _of(sums.end, behind),
         kinds[False].owed,
         kinds[True].owed,
         again,
         inside + stream * (2 if divided > 1 else 1),  # with the gradient of the residual stream
         sums.loss,
         stream,
-        2 * 8 * s.sizes.N,
+        2 * 8 * s.sizes.N * (1 + s.card.further),
     )
 
 
@@ -253,7 +254,7 @@ class Predictor:
         several = range(len(self.by_stage)) if s.layout.pp > 1 else ()
         self.adding_up = [model_states.adding_up(s, model_states.stage_elements(s, n)) for n in several]
         """Bytes of the gradients of each pipeline stage while they add up, and after."""
-        self.together = (0, len(several) - 1) if s.model.tie_embeddings else ()
+        self.together = (0, len(several) - 1) if s.card.tied else ()
         self.held = [held[number] for number in same]
         """(states, buffers, bytes behind backward, scratch of sums) of each position, whatever it recomputes."""
 
