@@ -108,8 +108,6 @@ class PreNormBlock(nn.Module):
 
     norms = (("norm1", "attention"), ("norm2", "mlp"))
     """The norm before each sublayer."""
-    ahead: Ahead | None = None
-    """What a block of multi-token prediction has besides."""
 
     def __init__(
         self, norm1: nn.Module, attention: nn.Module, norm2: AddNorm, mlp: nn.Module, dropout: float
@@ -117,6 +115,7 @@ class PreNormBlock(nn.Module):
         super().__init__()
         self.norm1, self.attention, self.norm2, self.mlp = norm1, attention, norm2, mlp
         self.dropout = dropout
+        self.ahead: Ahead | None = None  # set in blocks of multi-token prediction
 
     def forward(
         self,

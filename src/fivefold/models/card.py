@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fivefold.errors import UserError
 from fivefold.models import MASKED_SHARE, Objective, file_of, predicted, work
-from fivefold.models.operations import ByKind, Operation, Program, Sizes, Work
+from fivefold.models.operations import ByKind, Matmul, Operation, Program, Saved, Sizes, Work
 from fivefold.models.section import ModelSection
 from fivefold.sharding.parts import TIED, Cut, Shape, matching
 
@@ -206,7 +206,7 @@ class Card(ABC):
         begin, eager = work.begin(s, program), program.of(eager=True)
         end = work.end(s, eager, rows, bool(self.whole_sequences), self.biased)
         for depth in range(1, self.further + 1):
-            some = [*begin, *work.ahead(s, program), *end[1:3]]
+            some = [*begin, *ahead_operations(s, program), *end[1:3]]
             end = [*end, *(replace(op, name=f"{op.name} {depth}") for op in some)]
         return Work(blocks, begin, end)
 
@@ -325,6 +325,20 @@ def ahead(D: int) -> dict[str, Shape]:
     """Parameters that a block of multi-token prediction has besides."""
     norms = {name: under(name, rms_norm(D)) for name in ("token_norm", "hidden_norm", "norm")}
     return norms["token_norm"] | norms["hidden_norm"] | linear("project", 2 * D, D, False) | norms["norm"]
+
+
+def ahead_operations(s: Sizes, program: Program) -> list[Operation]:
+    """What a block of multi-token prediction does besides (models/ahead.py). Full recomputation keeps both inputs only:
+    the embedded tokens, and one that counts as the block's own."""
+    D, e, n = s.model.dim, s.e, s.n
+    joined = Saved("joined", 2 * n * D * s.kept(program.narrow_factors), "normed")
+    return [
+        work.norm("token norm", s, program, "input"),
+        work.norm("hidden norm", s, program, "normed"),
+        Operation("join", forward=4 * n * D * e, backward=4 * n * D * e),
+        Operation("project", Matmul(n, D, 2 * D), saved=(joined,), workspace=2 * n * D * e),
+        work.norm("norm", s, program, "normed"),
+    ]
 
 
 def swiglu(D: int, F: int) -> dict[str, Shape]:

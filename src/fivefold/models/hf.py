@@ -138,9 +138,9 @@ def from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tenso
 
 def made_from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Callable[..., Tensor]]:
     """Functions that make our weights of theirs, by name, each at its call; or of a weight only the rows of a `span`.
-    Weights in 8 bits with a scale per block become those of the embedding's dtype. Raises UserError: weights are missing,
-    unknown, of another shape or dtype than `model` says, or stored twice with different values; all of it in one
-    message."""
+    Weights in 8 bits with a scale per block become those of the embedding's dtype. Raises UserError: weights are
+    missing, unknown, of another shape or dtype than `model` says, or stored twice with different values; all of it in
+    one message."""
     exchange = file_of(model.arch, "hf")
     rename = getattr(exchange, "rename", str)
     given = {new: tensor for name, tensor in state.items() if (new := rename(name)) is not None}

@@ -68,19 +68,25 @@ def model_rules(model: ModelSection, tp: int = 1) -> Iterator[Contradiction]:
             {"model.rope_mscale", "model.rope_scaling"},
             f'model.rope_mscale = {model.rope_mscale} needs model.rope_scaling = "yarn", not "{model.rope_scaling}"',
         )
-    if model.mtp_depth >= model.seq_len - 1 and card.multi_token:
+    if card.multi_token:
+        yield from _multi_token(model)
+    yield from card.rules()
+
+
+def _multi_token(model: ModelSection) -> Iterator[Contradiction]:
+    """Rules of multi-token prediction."""
+    if model.mtp_depth >= model.seq_len - 1:
         yield (
             {"model.mtp_depth", "model.seq_len"},
             f"model.mtp_depth = {model.mtp_depth} leaves no target in sequences of model.seq_len = {model.seq_len} "
             f"tokens. Nearest valid: {model.seq_len - 2}",
         )
-    if not model.mtp_depth and card.multi_token and model.mtp_weight != PLAIN.mtp_weight:
+    if not model.mtp_depth and model.mtp_weight != PLAIN.mtp_weight:
         yield (
             {"model.mtp_weight", "model.mtp_depth"},
             f"model.mtp_weight = {model.mtp_weight} has no effect: model.mtp_depth = 0 predicts no further token. "
             "Nearest valid: leave mtp_weight out, or set model.mtp_depth = 1",
         )
-    yield from card.rules()
 
 
 WORDS = {

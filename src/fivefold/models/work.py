@@ -149,20 +149,6 @@ def end(s: Sizes, program: Program, rows: float, whole: bool, biased: bool = Fal
     ]
 
 
-def ahead(s: Sizes, program: Program) -> list[Operation]:
-    """What a block of multi-token prediction does besides (models/ahead.py). Full recomputation keeps both inputs only:
-    the embedded tokens, and one that counts as the block's own."""
-    D, e, n = s.model.dim, s.e, s.n
-    joined = Saved("joined", 2 * n * D * s.kept(program.narrow_factors), "normed")
-    return [
-        norm("token norm", s, program, "input"),
-        norm("hidden norm", s, program, "normed"),
-        Operation("join", forward=4 * n * D * e, backward=4 * n * D * e),
-        Operation("project", Matmul(n, D, 2 * D), saved=(joined,), workspace=2 * n * D * e),
-        norm("norm", s, program, "normed"),
-    ]
-
-
 def dropout_mask(s: Sizes, program: Program) -> float:
     """Bytes of a dropout mask: one byte per element, or numbers to multiply by."""
     size = s.e if program.masks == "numbers" else 1

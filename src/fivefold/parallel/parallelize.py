@@ -247,11 +247,10 @@ def rounding(recipe: Recipe) -> RoundedMatmuls | None:
 
 def rounded_blocks(recipe: Recipe) -> range:
     """Numbers of the blocks that round the factors of matmuls."""
-    precision = recipe.precision
+    first, last = recipe.precision.fp8_skip_first, recipe.precision.fp8_skip_last
     if rounding(recipe) is None:
         return range(0)
-    last = recipe.model.layers - precision.fp8_skip_last if precision.fp8_skip_last else recipe.model.depth
-    return range(precision.fp8_skip_first, last)
+    return range(first, recipe.model.layers - last if last else recipe.model.depth)
 
 
 def round_matmuls(stage: nn.Module, recipe: Recipe) -> None:

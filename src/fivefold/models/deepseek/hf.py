@@ -1,5 +1,6 @@
-"""Maps our `deepseek` to `DeepseekV3ForCausalLM` and back. Modules for multi-token prediction are layers behind the last
-one, as in the published files, each with copies of the embedding and the output layer. transformers leaves them out."""
+"""Maps our `deepseek` to `DeepseekV3ForCausalLM` and back. Modules for multi-token prediction are layers behind the
+last one, each with copies of the embedding and the output layer, as in the published files. transformers leaves them
+out."""
 
 from __future__ import annotations
 
