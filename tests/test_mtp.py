@@ -30,7 +30,7 @@ ODD = {
     "expert_ffn_dim": 16, "dense_layers": 1, "expert_groups": 4, "groups_per_token": 2, "mtp_depth": 2,
     "mtp_weight": 0.7,
 }  # fmt: skip
-MODEL = ["model.arch=deepseek", *(f"model.{name}={value}" for name, value in ODD.items()), "model.layers=3"]
+MODEL = ["model.arch=deepseek", *(f"model.{name}={value}" for name, value in ODD.items()), "model.layers=4"]
 T = 24
 
 
@@ -160,7 +160,7 @@ LAYOUTS = [
     "cp=2,cp_method=all_gather", "cp=4", "dp=2,ep=2", "dp=1,recompute=full", "dp=1,recompute=selective",
     "dp=2,zero=3,recompute=full", "tp=2,sp=true,recompute=ops:attention+gate+norm", "tp=2,sp=true,tp_chunks=2",
     "pp=2,schedule=gpipe", "pp=2,schedule=interleaved,virtual_stages=2", "pp=2,schedule=zb_h1",
-    "pp=2,schedule=zbv,virtual_stages=2", "pp=2,schedule=dualpipe,virtual_stages=2", "pp=2,schedule=dualpipev",
+    "pp=2,schedule=zbv,virtual_stages=2", "pp=2,schedule=dualpipe", "pp=2,schedule=dualpipev",
     "pp=2,cp=2", "pp=2,tp=2,sp=true", "pp=2,dp=2,zero=2", "pp=2,dp=2,ep=2,zero=3", "cp=2,tp=2,sp=true",
     "dp=2,tp=2,pp=2", "pp=2,recompute=full", "pp=4,bare_ends=true",
 ]  # fmt: skip
