@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -10,20 +11,25 @@ import torch
 from layouts import compared, compiled, tiny
 from marks import only, slow_but
 from ranks import run_ranks
-from steps import counted, planned
+from safetensors.torch import load_file, save_file
+from steps import counted, planned, recipe_of
+from test_plan_memory import at_peak
 from torch import Tensor
 from torch.nn import functional as F
 
+from fivefold.checkpoint.source import Source, export_run, import_folder
 from fivefold.errors import UserError
 from fivefold.kernels.blockwise_attention import Documents
 from fivefold.models.ahead import further
 from fivefold.models.base import build
 from fivefold.models.card import card_of, count_parameters, resolve_model
+from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
 from fivefold.models.section import ModelSection
 from fivefold.plan.messages import volume
 from fivefold.recipe import load
 from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.parts import stage_blocks
+from fivefold.trace.depth import exact
 
 ODD = {
     "query_rank": 20, "kv_rank": 12, "nope_dim": 7, "rope_dim": 4, "value_dim": 5, "experts": 8, "experts_per_token": 3,
@@ -203,3 +209,146 @@ def test_bytes_are_those_counted(room, layout) -> None:
         return
     for rank, step in enumerate(run_ranks(s.layout.ranks, counted, recipe, timeout_s=300)):
         assert volume.counted(s, rank) == step.sent, f"rank {rank} of {to_text(s.layout)}"
+
+
+def files_of(model: ModelSection, fp8: bool = False) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights of ours, random in bf16, and the tensors of a folder with them; fp8: matrices of blocks in 8 bits."""
+    ours = build(model, device="cpu", seed=3)
+    random = torch.Generator().manual_seed(1)
+    state = {n: torch.randn(t.shape, generator=random).bfloat16() for n, t in ours.state_dict().items()}
+    theirs = to_hf(state, model)
+    for name in list(theirs) if fp8 else ():
+        if "_proj.weight" in name and "eh_proj" not in name:
+            R, C = theirs[name].shape
+            theirs[name] = theirs[name].float().to(torch.float8_e4m3fn)
+            theirs[f"{name}_scale_inv"] = 0.01 + torch.rand(-(-R // 128), -(-C // 128), generator=random)
+    return state, theirs
+
+
+def test_modules_are_layers_of_their_files(tmp_path) -> None:
+    model = model_of()
+    state, theirs = files_of(model)
+    names = {name.removeprefix("model.layers.2.") for name in theirs if name.startswith("model.layers.2.")}
+    assert names > {"enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight", "mlp.gate.weight",
+                    "embed_tokens.weight", "shared_head.head.weight", "self_attn.kv_b_proj.weight"}  # fmt: skip
+    assert torch.equal(theirs["model.layers.3.embed_tokens.weight"], state["embed.weight"])
+    assert torch.equal(theirs["model.layers.3.shared_head.head.weight"], state["head.weight"])
+    back = from_hf(theirs, model)
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], state[name]) for name in state)
+    config = hf_config(model)
+    assert config["num_nextn_predict_layers"] == 2
+    assert from_hf_config(config) == model.model_copy(update={"mtp_weight": 0.3})
+    run = import_folder(write_folder(tmp_path / "a", model, theirs), tmp_path / "run")
+    export_run(run, tmp_path / "out")
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert after.keys() == theirs.keys()
+    assert all(torch.equal(after[name], theirs[name]) for name in theirs)
+
+
+def write_folder(folder: Path, model: ModelSection, theirs: dict[str, Tensor], **config: object) -> Path:
+    folder.mkdir()
+    save_file(theirs, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(hf_config(model, "bfloat16") | config))
+    return folder
+
+
+def test_a_copy_that_differs_is_refused() -> None:
+    model = model_of()
+    _, theirs = files_of(model)
+    theirs["model.layers.2.shared_head.head.weight"][0, 0] += 1
+    with pytest.raises(
+        UserError, match=r"model.layers.2.shared_head.head.weight differs from lm_head.weight"
+    ):
+        from_hf(theirs, model)
+
+
+WIDE = {"dim": 192, "heads": 2, "nope_dim": 72, "rope_dim": 4, "value_dim": 70, "query_rank": 136, "ffn_dim": 136,
+        "expert_ffn_dim": 144, "mtp_depth": 1}  # fmt: skip
+QUANTISED = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "weight_block_size": [128, 128],
+    "activation_scheme": "dynamic",
+}
+
+
+def test_weights_in_8_bits_are_read_block_by_block(tmp_path) -> None:
+    """Matrices whose edges are no multiples of a block; by boxes, as ranks read them."""
+    model = model_of(**WIDE)
+    _, theirs = files_of(model, fp8=True)
+    plain = {name: tensor for name, tensor in theirs.items() if not name.endswith("_scale_inv")}
+    for name, tensor in plain.items():
+        if tensor.dtype == torch.float8_e4m3fn:
+            scale, wide = theirs[f"{name}_scale_inv"], tensor.float()
+            for r in range(0, wide.shape[0], 128):
+                for c in range(0, wide.shape[1], 128):
+                    wide[r : r + 128, c : c + 128] *= scale[r // 128, c // 128]
+            plain[name] = wide.bfloat16()
+    expected = from_hf(plain, model)
+    found = from_hf(theirs, model)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    folder = write_folder(tmp_path / "fp8", model, theirs, quantization_config=QUANTISED)
+    source = Source(folder, None)
+    for name, box in {
+        "blocks.1.mlp.experts.gate_up": ((2, 5), (10, 150), (3, 190)),
+        "blocks.1.mlp.experts.down": ((7, 8), (0, 192), (0, 144)),
+        "blocks.0.attention.latents.weight": ((100, 150), (1, 99)),
+        "blocks.2.ahead.project.weight": ((5, 9), (0, 384)),
+    }.items():
+        part = expected[name][tuple(slice(*span) for span in box)]
+        assert torch.equal(source.read(name, box), part), name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quant_method": "gptq"}, "quantization_config has quant_method = gptq; only fp8 is supported"),
+        ({"weight_block_size": [64, 64]}, r"has weight_block_size = \[64, 64\]; only \[128, 128\]"),
+        ({"fmt": "e5m2"}, "has fmt = e5m2; only e4m3"),
+    ],
+)
+def test_other_quantised_files_are_refused(change, message) -> None:
+    with pytest.raises(UserError, match=message):
+        from_hf_config(hf_config(model_of()) | {"quantization_config": QUANTISED | change})
+
+
+def test_scales_of_other_blocks_are_refused() -> None:
+    model = model_of(**WIDE)
+    _, theirs = files_of(model, fp8=True)
+    name = "model.layers.0.self_attn.o_proj.weight"
+    theirs[f"{name}_scale_inv"] = torch.ones(4, 4)
+    with pytest.raises(UserError, match=rf"weight {name} has dtype float8_e4m3fn, and scales \(4, 4\)"):
+        from_hf(theirs, model)
+    del theirs[f"{name}_scale_inv"]
+    with pytest.raises(UserError, match=rf"weight {name} has dtype float8_e4m3fn; allowed"):
+        from_hf(theirs, model)
+
+
+MEMORY = [
+    ("bf16", "dp=1"), ("fp32", "dp=1"), ("bf16", "dp=1,recompute=full"), ("bf16", "dp=2,zero=3"),
+    ("bf16", "tp=2,sp=true"), ("bf16", "pp=2"), ("bf16", "pp=2,recompute=full"), ("bf16", "cp=2"),
+]  # fmt: skip
+
+
+@only("bf16-dp=1,recompute=full")
+@pytest.mark.parametrize(("mode", "layout"), slow_but({("bf16", "dp=1,recompute=full")}, MEMORY))
+def test_memory_is_close_to_a_traced_step(mode, layout) -> None:
+    s = planned(recipe := recipe_of("deepseek", mode, layout, "model.mtp_depth=2"))
+    for rank in range(s.layout.pp):
+        traced, found = exact(recipe, rank).step.memory, at_peak(s)[rank]
+        assert found.total == pytest.approx(traced.total, rel=0.04)
+        assert found.params == traced.at_peak["params"]
+
+
+def test_flops_are_those_of_the_formula() -> None:
+    """But for the keys that the mask hides within a block of queries, and for the values' padding."""
+    from test_trace import recipe_of
+
+    fields = (f"model.{name}={value}" for name, value in ODD.items())
+    recipe = recipe_of("dp=1", "fp32", "model.arch=deepseek", *fields, "model.kv_heads=4")
+    model, found = recipe.model, exact(recipe)
+    more = 12 * model.head_width - 3 * (model.head_width + (model.value_dim or 0))
+    tokens = recipe.train.global_batch_size * model.seq_len
+    assert found.step.flops == found.formula + model.depth * tokens * model.seq_len * model.heads * more

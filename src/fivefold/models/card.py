@@ -265,8 +265,9 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def active_parameters(model: ModelSection) -> int:
-    """Number of parameters that compute a token: all, but only the routed experts that the token goes to."""
-    card = _resolved(model)
+    """Number of parameters that compute a token in generation: all but those of multi-token prediction, and only the
+    routed experts that the token goes to."""
+    card = _resolved(model.model_copy(update={"mtp_depth": 0}))
     return sum(card.active(name, math.prod(shape)) for name, shape in card.parameters.items())
 
 

@@ -161,6 +161,8 @@ def made_from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, 
     shapes = card_of(model).parameters | card_of(model).buffers
     ours: dict[str, Callable[..., Tensor]] = {}
     wide = given[entries[0].theirs[0]].dtype  # of the embedding, which is never in 8 bits
+    dtypes = {name: t.dtype if _name(t.dtype) in NAMES else None for name, t in given.items()}
+    dtypes |= dict.fromkeys(scales, wide)
     for name, scale in scales.items():
         (R, C), blocks = given[name].shape, tuple(scale.shape)
         if _name(given[name].dtype) != "float8_e4m3fn" or blocks != (-(-R // BLOCK), -(-C // BLOCK)):
@@ -179,7 +181,7 @@ def made_from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, 
                 problems.append(
                     f"weight {name} has shape {tuple(part.shape)}, config.json asks for {(rows, *rest)}"
                 )
-            elif name not in scales and (_name(part.dtype) not in NAMES or part.dtype != parts[0].dtype):
+            elif (dtype := dtypes[name]) is None or dtype != dtypes[entry.theirs[0]]:
                 allowed = f"{', '.join(NAMES)}, the same for {' and '.join(entry.theirs)}"
                 problems.append(f"weight {name} has dtype {_name(part.dtype)}; allowed: {allowed}")
         whole = [
@@ -205,7 +207,7 @@ def _ours(
         tensor = torch.cat([part() for part in parts]) if len(parts) > 1 else parts[0]()
         tensor = tensor.t().contiguous() if transpose else tensor.view(shape)
         return tensor if span is None else tensor[slice(*span)]
-    each, at, found = math.prod(shape[:-1]) // shape[0], 0, list[Tensor]()
+    each, at, found = math.prod(shape[1:-1]), 0, []
     start, stop = each * span[0], each * span[1]
     for part, count in zip(parts, rows, strict=True):
         if max(start, at) < min(stop, at + count):
