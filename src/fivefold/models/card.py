@@ -292,6 +292,11 @@ def _resolved(model: ModelSection) -> Card:
     return card_of(resolve_model(model, vocab_size=model.vocab_size))
 
 
+def copied(name: str) -> str:
+    """The parameter of a dense block that experts may be copies of; "": it is none of theirs."""
+    return f"{name.replace('.mlp.experts.', '.mlp.')}.weight" if ".mlp.experts." in name else ""
+
+
 def under(prefix: str, table: dict[str, Shape]) -> dict[str, Shape]:
     """Prefixes the names, for the parameters of a module called `prefix`."""
     return {f"{prefix}.{name}": shape for name, shape in table.items()}

@@ -157,12 +157,22 @@ FREE = {
     "capacity_factor",
     "aux_loss_weight",
     "balance_rate",
+    "balance_scope",
     "z_loss_weight",
     "mtp_weight",
 }
 """Fields that only say how a run trains."""
 EXTENDED = {name for name in ModelSection.model_fields if name.startswith("rope_") and name != "rope_dim"}
 """Fields that may change on purpose, for longer contexts."""
+
+
+def upcycled(theirs: ModelSection, mine: ModelSection) -> ModelSection:
+    """Their model with the experts of mine, if theirs is dense: each a copy of its feed-forward layer (sparse
+    upcycling, arXiv 2212.05055). Shapes of weights say whether that is possible."""
+    if card_of(theirs).has_experts or not card_of(mine).has_experts:
+        return theirs
+    names = ("arch", *(name for name, fact in FACTS.items() if fact == "has_experts"))
+    return theirs.model_copy(update={name: getattr(mine, name) for name in names})
 
 
 def differences(mine: ModelSection, theirs: ModelSection) -> tuple[list[str], str]:

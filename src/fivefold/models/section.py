@@ -144,6 +144,10 @@ class ModelSection(Section):
     per expert, added to its scores when experts are chosen, follows the load, arXiv 2408.15664), `none`."""
     aux_loss_weight: float = _of("has_experts", 0.01, ge=0)
     """Weight of the balance term, which is 1 at even load. Only with `balance = "aux"`."""
+    balance_scope: Literal["microbatch", "batch"] = _of("has_experts", "microbatch")
+    """Tokens whose load the balance term weighs: of the microbatch, or of the whole global batch (arXiv 2501.11873), so
+    experts may specialise. That load is the last step's: no microbatch knows the ones behind it. The first step has no
+    balance term then. Only with `balance = "aux"`."""
     balance_rate: float = _of("has_experts", 0.001, ge=0)
     """Change of an expert's bias per step. Only with `balance = "bias"`."""
     z_loss_weight: float = _of("has_experts", 0.0, ge=0)
