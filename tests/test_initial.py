@@ -224,14 +224,17 @@ def test_each_expert_is_a_copy_of_a_dense_layer(base, text, tmp_path):
 @only("dp=2,ep=2")
 @pytest.mark.parametrize("layout", ["dp=2,ep=2", "dp=2,ep=2,zero=3", "tp=2", "pp=2"])
 def test_upcycling_reads_the_same_in_every_layout(base, text, tmp_path, layout):
-    recipe = continued(base.parent / "exported", text, *UPCYCLED, "optim.lr=0.01", layout=layout)
-    one = continued(base.parent / "exported", text, *UPCYCLED, "optim.lr=0.01")
-    run_ranks(2, started, recipe, tmp_path / "two")
-    started(0, 1, one, tmp_path / "one")
-    two, single = (weights_of(store.latest(tmp_path / name)) for name in ("two", "one"))
-    assert two.keys() == single.keys()
-    for name, weight in single.items():
-        torch.testing.assert_close(two[name], weight, atol=2e-5, rtol=1e-4, msg=name)
+    """Of a Hugging Face folder; a learning rate of nearly 0 leaves the weights as they were read."""
+    still = [*UPCYCLED, "optim.lr=1e-20", "optim.weight_decay=0"]
+    recipe = continued(base.parent / "exported", text, *still, layout=layout)
+    run_ranks(2, started, recipe, tmp_path / "run")
+    dense, found = weights_of(store.latest(base)), weights_of(store.latest(tmp_path / "run"))
+    for name, weight in found.items():
+        if ".experts." in name:
+            every = [dense[name.replace(".experts.", ".") + ".weight"]] * 4
+            assert torch.equal(weight, torch.stack(every)), name
+        elif ".router." not in name:
+            assert torch.equal(weight, dense[name]), name
 
 
 @pytest.mark.parametrize(
