@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,7 +26,10 @@ from fivefold.models.base import build
 from fivefold.models.card import card_of, count_parameters, resolve_model
 from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
 from fivefold.models.section import ModelSection
+from fivefold.parallel.mesh import divided
+from fivefold.parallel.parallelize import rounded_blocks
 from fivefold.plan.messages import volume
+from fivefold.plan.setting import _rounded
 from fivefold.recipe import load
 from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.parts import stage_blocks
@@ -124,6 +128,35 @@ def test_targets_end_with_their_document() -> None:
     ]
     assert ahead.tokens[0].tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 0], [2, 3, 4, 5, 6, 7, 8, 0, 0]]
     assert ahead.counts.tolist() == [9, 7, 5]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_rank_gets_its_columns_of_whole_sequences(index) -> None:
+    """Of a ring: the first quarter and the last, or both in the middle; the shift crosses their borders."""
+    inputs, targets, first = batch()
+    one, two = (
+        SimpleNamespace(further=2, device="cpu", causal=True, layout=Layout(cp=c), size=lambda _, c=c: c,
+                        index=lambda _: index) for c in (1, 2)
+    )  # fmt: skip
+    whole, found = (divided(inputs, targets, first, mesh).further for mesh in (one, two))
+    expected = further(inputs, targets, torch.as_tensor(first), 2)
+    q = T // 4
+    columns = [*range(q), *range(3 * q, T)] if index == 0 else list(range(q, 3 * q))
+    for mine, all_of_it, by_hand in zip(found[:2], whole[:2], expected[:2], strict=True):
+        assert torch.equal(all_of_it, by_hand)
+        assert torch.equal(mine, by_hand[:, :, columns])
+    assert torch.equal(found.counts, expected.counts)
+
+
+def test_modules_round_as_the_last_block_does() -> None:
+    fp8 = ["precision.mode=fp8", "model.arch=deepseek", "model.mtp_depth=1", "model.layers=4"]
+    for skip, blocks in ((0, range(5)), (1, range(3))):
+        recipe = load("quickstart", [*fp8, f"precision.fp8_skip_last={skip}"])
+        model = resolve_model(recipe.model, vocab_size=128)
+        assert rounded_blocks(recipe) == blocks
+        rounded = _rounded(model, 0, skip)
+        for block in (3, 4):
+            assert any(name.startswith(f"blocks.{block}.") for name in rounded) == (skip == 0)
 
 
 def test_names_and_shapes_are_the_modules() -> None:
