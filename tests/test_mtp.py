@@ -186,11 +186,12 @@ def test_what_cannot_be_is_refused(sets, message) -> None:
 
 
 def test_modules_stay_on_the_last_stage() -> None:
-    model = model_of(layers=7)
-    blocks = stage_blocks(card_of(model), Layout(pp=4))
-    assert blocks[-1].stop == 9
-    assert len(blocks[-1]) == 3  # cheaper than the others without them
-    assert [number for part in blocks for number in part] == list(range(9))
+    """Which has fewer blocks for it."""
+    sizes = {"layers": 16, "dense_layers": 0}
+    without, blocks = (stage_blocks(card_of(model_of(mtp_depth=d, **sizes)), Layout(pp=4)) for d in (0, 2))
+    assert list(map(len, without)) == [4, 4, 4, 4]
+    assert list(map(len, blocks)) == [5, 5, 5, 3]  # two of them modules, each with an output layer
+    assert [number for part in blocks for number in part] == list(range(18))
 
 
 QUICK = ["pp=2", "cp=2", "tp=2,sp=true", "dp=2,ep=2,zero=3"]
@@ -373,6 +374,16 @@ def test_memory_is_close_to_a_traced_step(mode, layout) -> None:
         traced, found = exact(recipe, rank).step.memory, at_peak(s)[rank]
         assert found.total == pytest.approx(traced.total, rel=0.04)
         assert found.params == traced.at_peak["params"]
+
+
+def test_what_modules_keep_is_counted() -> None:
+    planned_bytes, traced_bytes = [], []
+    for depth in (0, 2):
+        recipe = recipe_of("deepseek", "fp32", "dp=1", f"model.mtp_depth={depth}")
+        found, traced = at_peak(planned(recipe))[0], exact(recipe).step.memory.at_peak
+        planned_bytes.append(found.activations + found.buffers)
+        traced_bytes.append(traced["activations"] + traced["buffers"])
+    assert planned_bytes[1] - planned_bytes[0] == pytest.approx(traced_bytes[1] - traced_bytes[0], rel=0.02)
 
 
 def test_flops_are_those_of_the_formula() -> None:

@@ -68,11 +68,12 @@ NO_BLOCK = BlockSums({}, 0.0, [])
 @dataclass(frozen=True)
 class Sums:
     """Sums over a microbatch's operations, also before and behind the blocks. The memory of every recomputation mode
-    follows from them. loss: workspace of the loss."""
+    follows from them. head: the part of `end` that is of one depth. loss: workspace of the loss."""
 
     block: ByKind[BlockSums]
     begin: ByRole
     end: ByRole
+    head: ByRole
     loss: float
 
 
@@ -98,7 +99,7 @@ def sums(s: Setting) -> Sums:
         return BlockSums(saved(block), owed, parts)
 
     largest = max(op.workspace for op in work.end)
-    return Sums(ByKind(of_block), saved(work.begin), saved(work.end), largest)
+    return Sums(ByKind(of_block), saved(work.begin), saved(work.end), saved(work.end[:3]), largest)
 
 
 def saved(operations: Iterable[Operation], once: bool = False) -> ByRole:
@@ -124,15 +125,16 @@ class MicrobatchBytes(NamedTuple):
     """Bytes of one microbatch on a rank.
 
     plain, mixed: kept from forward to backward by a block without and with experts. begin, end: kept by the layers
-    before and behind the blocks. owed_plain, owed_mixed: kept by a block from I to W. again: recomputed in a block's
-    backward. inside, loss: workspace of a block's backward, and of the loss. stream: the activation between two blocks.
-    tokens: inputs and targets.
+    before and behind the blocks. freed: the part of `end` that is gone before the last block's backward. owed_plain,
+    owed_mixed: kept by a block from I to W. again: recomputed in a block's backward. inside, loss: workspace of a
+    block's backward, and of the loss. stream: the activation between two blocks. tokens: inputs and targets.
     """
 
     plain: float
     mixed: float
     begin: float
     end: float
+    freed: float
     owed_plain: float
     owed_mixed: float
     again: float
@@ -163,6 +165,7 @@ def microbatch(s: Setting, sums: Sums, recompute: str) -> MicrobatchBytes:
         mixed,
         _of(sums.begin, outside),
         _of(sums.end, behind),
+        _of(sums.head, behind),
         kinds[False].owed,
         kinds[True].owed,
         again,
@@ -212,7 +215,7 @@ def at_peak(
     rank's blocks, the last one first, if they recompute different things; else only the last one counts, behind which
     most is live.
     """
-    loss = one.end if last else 0.0
+    loss = one.freed if last else 0.0
     tails = tails or (Tail(0.0, max(one.plain, one.mixed), one.again, one.inside),)
     others = own - loss - tails[0].kept
     moments = [(others, one.stream + besides.scatter), (0.0, besides.rest), (0.0, after)]
