@@ -244,5 +244,5 @@ def divided(inputs_BT: Tensor, targets_BT: Tensor, first_BT: np.ndarray | None, 
         mine = documents.columns[index]
     whole = inputs_BT, targets_BT, torch.arange(T, device=mesh.device), *(ahead[:2] if ahead else ())
     inputs, targets, places, *more = (torch.cat([x[..., a:b] for a, b in mine], dim=-1) for x in whole)
-    ahead = ahead and Further(*more, ahead.counts)
+    ahead = ahead and Further(more[0], more[1], ahead.counts)
     return Microbatch(inputs, targets, documents, positions=places, further=ahead)

@@ -212,7 +212,7 @@ def forward_backward(state: State, microbatches: Sequence[Microbatch], seed: int
     for replica in parallel.replicas:
         replica.start_step()
     for stage in parallel.stages if mesh.further else ():
-        stage.mtp_loss = 0.0  # pyright: ignore[reportAttributeAccessIssue]
+        stage.mtp_loss = 0.0  # pyright: ignore[reportArgumentType]
     if parallel.balance is not None:
         parallel.balance.start_step(scale if factor is None else factor * scale)
     with parallel.saving(), scaled(factor):

@@ -286,6 +286,6 @@ def _fill(given: Microbatch, real: int, rows: int) -> Microbatch:
     for targets in filled[1::2]:
         targets[real:] = NOT_COUNTED
     inputs, targets, *more = filled
-    ahead = ahead and Further(*more, ahead.counts)
+    ahead = ahead and Further(more[0], more[1], ahead.counts)
     documents = documents and documents.filled(rows)
     return given._replace(inputs=inputs, targets=targets, documents=documents, further=ahead)

@@ -148,7 +148,7 @@ def microbatch(s: Setting, sums: Sums, recompute: str) -> MicrobatchBytes:
     """Bytes of one microbatch on a rank under a recomputation mode. A block that runs again has its input whole."""
     divided, stream = parts_of(s.layout), s.activation
     used, outside = region(recompute, s.software), region("none", s.software).keeps
-    behind = used.keeps | {"stream"}  # blocks of multi-token prediction recompute, too
+    behind = used.keeps | frozenset[Role](("stream",))  # blocks of multi-token prediction recompute, too
     others = stream * (1 - 1 / divided)
     kinds = [
         sums.block[s.kind(mixed, recompute)] if mixed in s.card.mixed else NO_BLOCK for mixed in (False, True)
