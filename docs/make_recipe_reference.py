@@ -63,7 +63,7 @@ def with_keys(page: str) -> str:
 
 def keys() -> str:
     """A row for each field that keys of other programs set, in the schema's order."""
-    kinds = [kind for kind in KINDS if "copied" in tables(kind)]
+    kinds = [kind for kind in KINDS if tables(kind)["copied"]]
     rows: dict[str, list[list[str]]] = {key: [[] for _ in kinds] for key in ("[model]", *KEYS)}
     for column, kind in enumerate(kinds):
         for theirs, ours in (tables(kind)["copied"] | tables(kind)["derived"]).items():

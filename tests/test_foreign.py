@@ -155,13 +155,14 @@ def test_megatron(tmp_path: Path) -> None:
     assert (model.rope_theta, model.tie_embeddings, model.dropout) == (500000.0, False, 0.0)
     assert (layout.tp, layout.sp, layout.pp, layout.dp_shard, layout.zero) == (2, True, 2, 4, 1)
     assert (layout.schedule, layout.virtual_stages, layout.recompute) == (
-        "interleaved", 2, "full*1/none*3/full*1/none*3")  # fmt: skip
+        "interleaved", 2, "full")  # fmt: skip
     assert (train.microbatch_size, train.global_batch_size, train.tokens) == (2, 64, 6400 * 1024)
     assert (optim.lr, optim.min_lr, optim.schedule, optim.betas) == (3e-4, 3e-5, "cosine", (0.9, 0.95))
     assert recipe.precision.mode == "bf16"
     assert "searched" not in text
     assert "not understood: --made-up-option = 7: not known here" in text
     assert "not understood: --attention-dropout = 0.1: " in text
+    assert "not understood: --recompute-method = block: layout.recompute lists blocks" in text
     for key in ("--tensorboard-dir", "--data-path", "--overlap-grad-reduce", "--max-position-embeddings"):
         assert re.search(rf"no effect on a plan \(.*\): .*{key}\b", text), key
 
@@ -193,7 +194,7 @@ def test_megatron_yaml(tmp_path: Path) -> None:
     two = reading(write(tmp_path, "two.yml", plain), 2)
     assert one.fields == two.fields
     assert one.missing == two.missing
-    assert one.unused["how processes start"] == ["--NCCL_IB_SL"]
+    assert one.unused["how processes start"] == ["--NCCL_IB_SL", "--METRICS"]
     assert one.unused["switched off"] == ["--sequence-parallel"]
     fields = one.fields
     assert (fields["model.arch"], fields["model.vocab_size"], fields["model.ffn_dim"]) == ("gpt2", 50304, 256)
@@ -202,6 +203,10 @@ def test_megatron_yaml(tmp_path: Path) -> None:
     assert (fields["layout.recompute"], fields["train.global_batch_size"]) == ("selective", 2)
     assert one.missing["--lr-decay-style = inverse-square-root"].startswith("optim.schedule has only")
     assert planned(tmp_path / "one.yaml", 2)[1].model.vocab_size == 50304
+    more = "\n  moe_freq:\n    - 1\n    - 2\n  finetune:\n    false\n  fp8_hybrid: false\n"
+    three = reading(write(tmp_path, "three.yaml", plain + more), 2)
+    assert (three.fields, three.missing["--moe-freq = 1 2"]) == (two.fields, "not known here")
+    assert three.unused["switched off"] == ["--sequence-parallel", "--fp8-hybrid"]
 
 
 def test_megatron_experts(tmp_path: Path) -> None:
@@ -212,6 +217,11 @@ def test_megatron_experts(tmp_path: Path) -> None:
     model = recipe.model
     assert (model.arch, model.experts, model.experts_per_token, model.expert_ffn_dim) == ("moe", 8, 2, 128)
     assert (model.shared_experts, model.aux_loss_weight, recipe.layout.ep) == (2, 0.01, 4)
+    sigmoid = "--moe-router-score-function sigmoid --moe-router-pre-softmax --moe-layer-freq 2"
+    found = reading(write(tmp_path, "sigmoid.sh", text.replace("256 --moe", f"192 {sigmoid} --moe")), 16)
+    assert "model.router_normalize" not in found.fields  # scores are always divided by their sum there
+    assert (found.fields["model.shared_experts"], "model.dense_layers" in found.fields) == (1, False)
+    assert {"--moe-layer-freq = 2", "--moe-shared-expert-intermediate-size = 192"} <= found.missing.keys()
 
 
 @pytest.mark.parametrize(("old", "new", "words"), [
@@ -219,8 +229,8 @@ def test_megatron_experts(tmp_path: Path) -> None:
     ("--swiglu", "--swiglu --multi-latent-attention", "the nearest is llama, which has no --multi-latent"),
     ("pretrain_gpt.py", "pretrain_bert.py", "the nearest is llama, which has no --pretrain_bert"),
     ("--hidden-size $SIZE", "", "--hidden-size has no value, or several: must be a whole number >= 1"),
-    ("--num-attention-heads 8", "--num-attention-heads many", "--num-attention-heads = 'many': must be a whole number"),
-    ("--global-batch-size 64", "--global-batch-size -64", "--global-batch-size = -64: must be a whole number >= 1"),
+    ("--num-attention-heads 8", "--num-attention-heads many", '-heads: heads = "many": must be a whole number'),
+    ("--global-batch-size 64", "--global-batch-size -64", "-size: global_batch_size = -64: must be a whole"),
     ("--num-layers-per-virtual-pipeline-stage 2", "--num-layers-per-virtual-pipeline-stage x",
      "--num-layers-per-virtual-pipeline-stage = 'x': must be a whole number >= 0"),
 ])  # fmt: skip
@@ -243,6 +253,37 @@ def test_megatron_small_differences_are_named(tmp_path: Path) -> None:
         == "the nearest is llama, which has --disable-bias-linear"
     )
     assert (found.fields["model.arch"], found.fields["optim.lr"]) == ("llama", 3e-4)
+
+
+def test_megatron_in_a_shell(tmp_path: Path) -> None:
+    """Arrays and assignments on a line, redirections and other commands behind an argument, arguments in a variable."""
+    start, end = MEGATRON.index("LAYOUT=("), MEGATRON.index("torchrun")
+    layout = """A=1; TP=2
+MORE="--use-distributed-optimizer"
+LAYOUT=(--sequence-parallel $MORE --tensor-model-parallel-size $TP --pipeline-model-parallel-size 2)
+"""
+    text = (
+        MEGATRON[:start] + layout + MEGATRON[end:].replace("--tensorboard-dir logs", "--bf16 2>&1 | tee log")
+    )
+    found = reading(write(tmp_path, "train.sh", text), 16)
+    fields = found.fields
+    assert [fields[f"layout.{name}"] for name in ("tp", "pp", "sp", "zero")] == [2, 2, True, 1]
+    assert fields["precision.mode"] == "bf16"
+    for words, zero in (("--use-megatron-fsdp", 3), ("--use-megatron-fsdp --data-parallel-sharding-strategy optim", 1),
+                        ("--data-parallel-sharding-strategy optim_grads", 1), ("--use-torch-fsdp2", 3)):  # fmt: skip
+        assert reading(write(tmp_path, "fsdp.sh", f"{text} {words}"), 16).fields["layout.zero"] == zero
+
+
+def test_megatron_names_what_has_no_effect_or_two_values(tmp_path: Path) -> None:
+    text = MEGATRON.replace(
+        "--group-query-attention", "--num-layer 4 --lr 0.1 --save-interval 5 --save-interval 6"
+    )
+    found = reading(write(tmp_path, "train.sh", text), 16)
+    assert "model.kv_heads" not in found.fields
+    assert found.missing["--num-query-groups = 4"] == "it has no effect without --group-query-attention"
+    assert found.missing["--num-layer = 4"] == "not known here; did you mean '--num-layers'?"
+    assert found.missing["--lr (earlier) = 0.1"] == "the last one counts"
+    assert (found.fields["optim.lr"], found.fields["checkpoint.every"]) == (3e-4, 6)
 
 
 def test_a_variable_does_not_grow_without_end(tmp_path: Path) -> None:
@@ -281,26 +322,37 @@ def test_torchtitan(tmp_path: Path) -> None:
     assert (recipe.precision.mode, recipe.precision.fp8_scaling) == ("fp8", "row")
     assert "searched" not in text
     assert "not understood: my_section.my_key = 1: not known here" in text
+    assert (
+        "not understood: parallelism.pipeline_parallel_layers_per_stage = 9: set layout.virtual_stages"
+        in text
+    )
     assert "not understood: parallelism.enable_async_tensor_parallel = True: layout.tp_chunks" in text
     assert "training.dataset" in text
     assert "job.description" in text
 
 
 def test_torchtitan_defaults_and_earlier_names(tmp_path: Path) -> None:
-    text = "[training]\nbatch_size = 4\ntensor_parallel_degree = 2\nwarmup_steps = 7\n"
-    fields = reading(write(tmp_path, "old.toml", text), 8).fields
+    text = '[model]\nflavor="debugmodel"\n[training]\nbatch_size = 4\ntensor_parallel_degree = 2\nwarmup_steps = 7\n'
+    found = reading(write(tmp_path, "old.toml", text), 8)
+    fields = found.fields
     assert (fields["layout.tp"], fields["layout.dp_shard"], fields["layout.zero"]) == (2, 4, 3)
     assert (fields["train.microbatch_size"], fields["train.global_batch_size"]) == (4, 16)
     assert (fields["optim.warmup_steps"], fields["model.dim"], fields["train.steps"]) == (7, 256, 10_000)
-    assert fields["layout.recompute"] == "/".join(["none*1/full*1"] * 3)  # every second block
+    assert fields["layout.recompute"] == "selective"
+    assert any(key.startswith("activation_checkpoint.selective_ac_option") for key in found.missing)
     assert fields["data.tokenizer"] == "bpe:2048"
+    for name in ("float8", "quantize.linear.float8"):
+        converted = reading(
+            write(tmp_path, "fp8.toml", text.replace("[training]", f'converters=["{name}"]\n[training]'))
+        )
+        assert converted.fields["precision.mode"] == "fp8"
 
 
 @pytest.mark.parametrize(("name", "text", "words"), [
     ("a.toml", TORCHTITAN.replace("8B", "debug"), "model.flavor = 'debug': no such model here; did you mean"),
     ("a.toml", TORCHTITAN.replace("llama3", "llama4"), "model.name = 'llama4': no such model here; did you mean"),
-    ("a.toml", TORCHTITAN.replace("8192", '"long"'), "training.seq_len = 'long': must be a whole number"),
-    ("a.toml", TORCHTITAN.replace("3000", "[1, 2]"), "training.steps = [1, 2]: must be a whole number"),
+    ("a.toml", TORCHTITAN.replace("8192", '"long"'), 'training.seq_len: seq_len = "long": must be'),
+    ("a.toml", TORCHTITAN.replace("3000", "[1, 2]"), "training.steps: steps = [1, 2]: must be a whole number"),
     ("a.toml", "[training]\nsteps = = 3\n", "not valid TOML"),
     ("a.py", "from torchtitan.trainer import Trainer\n", "configurations in Python are programs"),
     ("a.json", '{"hidden_size": 3}', 'model_type = "None" is not supported'),
@@ -308,7 +360,11 @@ def test_torchtitan_defaults_and_earlier_names(tmp_path: Path) -> None:
     ("a.json", json.dumps(HUGGING_FACE | {"model_type": "gemma2"}), 'model_type = "gemma2" is not supported; the '
      "nearest kind is llama, and the first difference: llama has no made_up = 3"),
     ("a.json", json.dumps(HUGGING_FACE | {"hidden_act": "gelu"}), "hidden_act = gelu; only silu or swish"),
-    ("a.yaml", "num_layers: 3\nwhat is this\n", "a.yaml:2: what is this: must be a line `key: value`"),
+    ("a.yaml", "num_layers: 3\nwhat is this\n", '--num-layers: layers = "3 what is this": must be'),
+    ("a.toml", TORCHTITAN + "[checkpoint]\ninterval = 'often'", 'checkpoint.interval: every = "often": must be'),
+    ("a.toml", TORCHTITAN.replace("batch_size = 2", "batch_size = 3").replace("pipeline_parallel_layers_per_stage = 9",
+     "pipeline_parallel_microbatch_size = 2"), "training.local_batch_size: must be a multiple of 2"),
+    ("a.json", '["model_type"]', "a.json"),
 ])  # fmt: skip
 def test_mistakes(tmp_path: Path, name: str, text: str, words: str) -> None:
     result = RUNNER.invoke(app, ["plan", str(write(tmp_path, name, text)), "--cluster", "h100:16"])
@@ -364,17 +420,27 @@ def test_other_commands_say_what_to_do(tmp_path: Path, command: str, name: str, 
     assert kind in str(RUNNER.invoke(app, [command, str(path)]).exception)
 
 
-@pytest.mark.slow
-def test_what_was_read_trains(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"{i} squared is {i * i}, and the next one follows. " for i in range(600)))
+def tiny_script() -> str:
     script = MEGATRON
     for old, new in (("1024", "32"), ("256", "32"), ("TP=2", "TP=1"), ("parallel-size 2", "parallel-size 1"), (
         "32000", "384"), ("--train-samples 6400", "--train-iters 2"), ("batch-size 64", "batch-size 8")):  # fmt: skip
         script = script.replace(old, new)
-    sets = [f"data.source={text}", "data.tokenizer=bytes", f"data.cache={tmp_path / 'cache'}"]
+    return script
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "text", "devices", "sets"), [
+    ("train.sh", tiny_script(), 2, []),
+    ("train.toml", '[model]\nflavor="debugmodel"\n[training]\nlocal_batch_size=2\nseq_len=32\nsteps=2\n', 2, []),
+    ("config.json", json.dumps(HUGGING_FACE | {"max_position_embeddings": 32}), 1,
+     ["train.steps=2", "train.global_batch_size=4"]),
+], ids=("Megatron-LM", "torchtitan", "Hugging Face"))  # fmt: skip
+def test_what_was_read_trains(tmp_path: Path, name: str, text: str, devices: int, sets: list[str]) -> None:
+    data = tmp_path / "text.txt"
+    data.write_text("".join(f"{i} squared is {i * i}, and the next one follows. " for i in range(600)))
+    sets = [*sets, f"data.source={data}", "data.tokenizer=bytes", f"data.cache={tmp_path / 'cache'}"]
     options = [word for text in sets for word in ("--set", text)]
-    _, recipe = planned(write(tmp_path, "train.sh", script), 2, *options)
+    _, recipe = planned(write(tmp_path, name, text), devices, *options)
     prepare(recipe)
     out = run_command(recipe, out=tmp_path / "run", fork=False)
     assert [line["step"] for line in read_metrics(out / "metrics.jsonl") if "loss" in line] == [1, 2]

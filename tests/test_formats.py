@@ -184,7 +184,7 @@ def test_cores_multiply_what_data_sheets_have_a_rate_for() -> None:
     assert {sheet.generation for sheet in nvidia} == CORES.keys()
     for sheet in nvidia:
         cuda, tensor = (kinds.split(", ") for kinds in CORES[sheet.generation])
-        assert sheet.peak.keys() <= {*cuda, *tensor}, sheet.name
+        assert {dtype.removeprefix("mx") for dtype in sheet.peak} <= {*cuda, *tensor}, sheet.name
         assert ("tf32" in sheet.peak) == ("tf32" in tensor), sheet.name
     for name in ("Turing (2018)", "Ada (2022)"):
         assert "fp64" in CORES[name][0]

@@ -23,8 +23,9 @@ from fivefold.comm import axis as comm_axis
 from fivefold.comm import everyone
 from fivefold.data import prepare
 from fivefold.errors import UserError
-from fivefold.kernels import fp8, matmul, native, rounded
+from fivefold.kernels import fp8, matmul, mxfp8, native, rounded
 from fivefold.kernels.fp8 import Fp8, NarrowRows, decode_rows, encode, encode_rows
+from fivefold.kernels.mxfp8 import Mxfp8
 from fivefold.kernels.rounded import E4M3, RoundedMatmuls, round_tiles, rounded_matmuls
 from fivefold.models.base import build, init_part
 from fivefold.models.card import card_of
@@ -224,7 +225,7 @@ def test_experts_are_multiplied_in_fp8_on_hopper(monkeypatch: pytest.MonkeyPatch
     rows, weight, dy = numbers(384, 128), numbers(3, 256, 128, seed=1), numbers(384, 256, seed=2)
     wanted = how.grouped(rows, weight, ends), how.grouped_input_gradient(dy, weight, ends)
     monkeypatch.setattr(Fp8, "multiplies", lambda *_: True)
-    monkeypatch.setattr(fp8, "_capability", lambda _: (9, 0))
+    monkeypatch.setattr(fp8, "capability", lambda _: (9, 0))
 
     def plain(a: Any, b: Any, a_scale: Any, b_scale: Any, ends: Any, dtype: torch.dtype) -> torch.Tensor:
         meta = [t.to("meta") for t in (a, b, a_scale, b_scale)]
@@ -244,7 +245,7 @@ def test_experts_are_multiplied_in_fp8_on_hopper(monkeypatch: pytest.MonkeyPatch
         for there, here in zip(wanted, found, strict=True):
             torch.testing.assert_close(here, there, rtol=2**-7, atol=2**-9 * there.abs().max().item())
     monkeypatch.undo()
-    monkeypatch.setattr(fp8, "_capability", lambda _: (9, 0))
+    monkeypatch.setattr(fp8, "capability", lambda _: (9, 0))
     on_gpu = cast(
         "torch.Tensor", SimpleNamespace(device=torch.device("cuda"), shape=weight.shape, dim=weight.dim)
     )
@@ -286,6 +287,43 @@ def test_mxfp8_rounds_blocks_of_32(compiled: bool, monkeypatch: pytest.MonkeyPat
     assert torch.equal(y, how.round(x, E4M3) @ how.round(weight, E4M3).t())
     assert torch.equal(how.input_gradient(dy, weight), how.round(dy, E4M3) @ how.round(weight.t(), E4M3).t())
     assert torch.equal(how.weight_gradient(dy, x), how.round(dy.t(), E4M3) @ how.round(x.t(), E4M3).t())
+
+
+def test_mxfp8_on_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's matmul, whose demands on types and scales its own meta function checks, gets the emulation's numbers,
+    and scales where NVIDIA's documentation has that of each row and block."""
+    how = rounded_matmuls(PRECISIONS["mxfp8"], None)
+    assert isinstance(how, Mxfp8)
+    x, weight, dy = numbers(160, 192), numbers(96, 192, seed=1), numbers(160, 96, seed=2)
+    wanted = how.forward(x, weight), how.input_gradient(dy, weight), how.weight_gradient(dy, x)
+    monkeypatch.setattr(Mxfp8, "multiplies", lambda *_: True)
+
+    def plain(a: Any, b: Any, a_scale: Any, b_scale: Any, dtype: torch.dtype) -> torch.Tensor:
+        meta = [t.to("meta") for t in (a, b, a_scale, b_scale)]
+        assert torch._scaled_mm(*meta, out_dtype=dtype).shape == (len(a), b.shape[1])
+
+        def whole(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+            tiles_along = -(-numbers.shape[1] // 128)
+            row, block = torch.meshgrid(
+                *(torch.arange(n) for n in (len(numbers), numbers.shape[1] // 32)), indexing="ij"
+            )
+            tile = row // 128 * tiles_along + block // 4
+            at = tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
+            return numbers.float() * scales.float()[at].repeat_interleave(32, 1)
+
+        return (whole(a, a_scale) @ whole(b.t(), b_scale).t()).to(dtype)
+
+    monkeypatch.setattr(fp8, "scaled_mm", plain)
+    kept = replace(how, kept=(how.keep(weight),))
+    for one in (how, kept):
+        found = one.forward(x, weight), one.input_gradient(dy, weight), one.weight_gradient(dy, x)
+        for there, here in zip(wanted, found, strict=True):
+            torch.testing.assert_close(here, there, rtol=2**-7, atol=2**-9 * there.abs().max().item())
+    monkeypatch.undo()
+    for major, shape, whole in ((10, (96, 192), True), (9, (96, 192), False), (10, (96, 200), False)):
+        monkeypatch.setattr(mxfp8, "capability", lambda _, major=major: (major, 0))
+        on_gpu = SimpleNamespace(device=torch.device("cuda"), shape=shape, dim=lambda: 2)
+        assert how.multiplies(cast("torch.Tensor", on_gpu)) == whole
 
 
 def weights_rounded(rank: int, world: int, recipe: Recipe, folder: Path) -> int:

@@ -29,7 +29,7 @@ def own(kept: Kept, x: Tensor) -> list[bool]:
 
 
 def test_as_many_are_kept_as_graphs_keep() -> None:
-    kept, first, second, third = Kept([SIZE], set()), tensor(), tensor(), torch.ones(7)
+    kept, first, second, third = Kept([SIZE], list), tensor(), tensor(), torch.ones(7)
     assert kept.pack(first) is first
     assert kept.pack(first) is first, "again the same"
     for other in (second, third):
@@ -39,10 +39,19 @@ def test_as_many_are_kept_as_graphs_keep() -> None:
     assert kept.pack(first.view(4, -1)).shape == (4, SIZE // 16)
 
 
+def test_a_weight_gathered_within_the_pass_takes_no_tensors_place() -> None:
+    """ZeRO-3 gathers experts when their layer begins. Mixtral's, one per rank, are as large as the gate's result."""
+    living, weight, first = list[Tensor](), tensor(), tensor()
+    kept = Kept([SIZE], lambda: living)
+    living.append(weight)
+    assert kept.pack(weight.view(4, -1)).shape == (4, SIZE // 16)
+    assert kept.pack(first) is first
+
+
 def test_what_no_operation_offers() -> None:
     """First the block's input, if it is not kept yet."""
     for offered, expected in ((False, [True, False]), (True, [False])):
-        kept, x = Kept([SIZE, SIZE], set()), tensor()
+        kept, x = Kept([SIZE, SIZE], list), tensor()
         if offered:
             kept.pack(x)
         kept.rest(x)
@@ -61,7 +70,7 @@ def test_what_leaves_the_device() -> None:
         return "away", given.detach()
 
     with saved_tensors_hooks(leave, lambda packed: packed if isinstance(packed, Tensor) else packed[1]):
-        kept = Kept([SIZE, SIZE], {weight.untyped_storage()._cdata})
+        kept = Kept([SIZE, SIZE], lambda: [weight])
     packed = kept.pack(x)
     assert packed[0] == "away"
     assert kept.unpack(packed).equal(x)

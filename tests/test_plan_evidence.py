@@ -17,7 +17,7 @@ from fivefold.plan.cluster.devices import Device, Link
 from fivefold.plan.memory import memory
 from fivefold.plan.predict import predict
 from fivefold.plan.setting import Setting, Software, setting
-from fivefold.plan.software import MEGATRON_CORE, NEMO, Evidence, memory_evidence, said
+from fivefold.plan.software import MEGATRON_CORE, NEMO, Evidence, evidence, said
 from fivefold.plan.time import time
 from fivefold.recipe import load, resolve_model
 from fivefold.sharding.layout import Layout
@@ -106,7 +106,7 @@ def test_a_plan_says_what_was_published_of_its_memory() -> None:
         "the plan of one published run of this kind (A; 8 devices) was 5% off in time"
     )
     plan = predict(load("llama3-8b", [], "dp=8,zero=1"), parse("h100:8"))
-    assert (found := memory_evidence(plan.setting))
+    assert (found := evidence(plan.setting, "memory"))
     assert plan.as_json()["memory"]["error"] == found.mean
 
 

@@ -64,7 +64,7 @@ def test_the_committed_figures_are_those_of_the_committed_tables() -> None:
 
 def test_a_plan_says_how_far_published_runs_of_its_kind_were_off() -> None:
     def said(recipe: str, cluster: str, layout: str, *sets: str) -> str:
-        found = evidence(predict(load(recipe, [*sets], layout), parse(cluster)).setting)
+        found = evidence(predict(load(recipe, [*sets], layout), parse(cluster)).setting, "time")
         return found.says("time") if found else ""
 
     dense = said("llama3-8b", "h100:8", "dp=8,zero=3")
@@ -82,12 +82,14 @@ def test_programs_of_others(tmp_path: Path) -> None:
     assert mine == replace(NEMO, name="mine", fused=False, tensor=NEMO.tensor._replace(pieces=8))
     assert program("fivefold", h100) is FIVEFOLD
     for text, words in {
-        'loss = "none"': "loss: must be one of chunks, fused, plain",
+        'loss = "none"': 'loss = "none": must be one of "chunks", "fused", "plain"',
+        "fp8_skips = 1": "fp8_skips = 1: unknown key",
         "fusd = true": "did you mean 'fused'?",
-        "host = -1": "host: must be a number of at least 0",
-        "pieces = true": "pieces: must be a whole number",
+        "host = -1": "host = -1: must be a number >= 0",
+        "pieces = true": "pieces = true: must be a whole number >= 0 and <= 64",
         'base = "mine"': "base: must be one of fivefold, megatron-2021",
         "fused =": "not valid TOML",
+        f"host = {'9' * 5000}": "not valid TOML",
     }.items():
         file.write_text(text + "\n")
         with pytest.raises(UserError, match=re.escape(words)):

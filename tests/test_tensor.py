@@ -1,6 +1,8 @@
 """Tensor and sequence parallelism compute what one process computes: loss, gradients, norm, weights, validation."""
 
 from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import stored
@@ -13,6 +15,7 @@ from ranks import run_ranks
 from fivefold.checkpoint import store
 from fivefold.comm import Axis
 from fivefold.errors import UserError
+from fivefold.parallel.tensor import sum_gradients
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.sharding.layout import Layout
 from fivefold.step.step import agree, forward_backward, update
@@ -266,3 +269,16 @@ def whole_weights(rank: int, world: int, recipe: Recipe) -> dict[str, torch.Tens
     norm = agree(state, torch.zeros(()), 0.0)[1]
     update(state, recipe.optim, norm, torch.zeros(()), 6)
     return {n: w.clone() for n, w in state.masters().items() if "norm" in n or n == "embed_positions.weight"}
+
+
+@pytest.mark.parametrize("shapes", [[(1, 6)], [(6,)], [(2, 3), (4,)]], ids=str)
+def test_gradients_in_host_memory_are_summed_on_the_device(shapes: list[tuple[int, ...]]) -> None:
+    """So the sum is another tensor than the only gradient of a message, whatever that one's shape."""
+    gradients = {str(number): torch.randn(shape) for number, shape in enumerate(shapes)}
+    wanted = {name: 2 * gradient for name, gradient in gradients.items()}
+    axis = SimpleNamespace(start_all_reduce=lambda flat: lambda: 2 * flat)
+    mesh: Any = SimpleNamespace(axis=lambda _: axis, device=torch.device("cpu"))
+    replica: Any = SimpleNamespace(gradients=gradients)
+    sum_gradients([replica], [list(gradients)], mesh)()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, wanted[name])

@@ -137,7 +137,7 @@ def nanotron() -> dict[str, Constant]:
                         return int(row["nodes"]) == nodes
 
                     found[f"nanotron network on {nodes}"] = chosen(f" on {nodes} nodes", share, on)
-        elif name != "contended":
+        elif name != "contended":  # 0: the shares of its network say all of what messages take
             words, counts = conditions.get(name, ("", lambda r: True))
             found[f"nanotron {name}"] = chosen(words, value, counts)
     return found

@@ -4,10 +4,11 @@
     python benchmarks/planner/gpu_memory.py --hard --seed 30 [--out benchmarks/results/planner_gpu_memory_hard.json]
 
 Draws valid settings of the shipped models on H100s by a seed: model, layout, recomputation, sequences per microbatch.
---hard: of models with experts, some of which offload, and of dense ones that offload.
+--hard: of models with experts, some of which offload, and of dense ones that offload. --out: rows that are in the file
+are planned, but not traced again.
 "traced" is the peak of all live tensors on rank 0 (trace/step.py) with the tensors kept for backward that PyTorch's
-partitioner chooses (trace/compiled.py); "in Python" is the same without compilation. Nothing runs on a GPU. About ten
-minutes on one core.
+partitioner chooses (trace/compiled.py); "in Python" is the same without compilation (not with --hard). Nothing runs on
+a GPU. About ten minutes on one core, with --hard an hour or two.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import argparse
 import json
 import random
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -49,7 +50,7 @@ class Row:
     microbatch: int
     planned: int
     traced: int
-    in_python: int
+    in_python: int | None
     parts: dict[str, dict[str, int]]
 
     @property
@@ -92,22 +93,28 @@ def drawn(numbers: random.Random, hard: bool) -> tuple[str, str, int, Recipe]:
             return name, layout, microbatch, resolve(recipe, vocab_size=recipe.model.vocab_size or 32_000)
 
 
-def measure(name: str, layout: str, microbatch: int, recipe: Recipe) -> Row:
-    plan = predict(recipe, parse(f"h100:{Layout.from_recipe(recipe.layout).ranks}")).memory[0].as_json()
-    compiled, plain = on_gpu([(recipe, 0)], in_python=[(recipe, 0)])
-    for answer in (compiled, plain):
+def planned(recipe: Recipe) -> dict[str, int]:
+    return predict(recipe, parse(f"h100:{Layout.from_recipe(recipe.layout).ranks}")).memory[0].as_json()
+
+
+def measure(name: str, layout: str, microbatch: int, recipe: Recipe, in_python: bool = True) -> Row:
+    plan = planned(recipe)
+    answers = on_gpu([(recipe, 0)], in_python=[(recipe, 0)] if in_python else [])
+    for answer in answers:
         if "error" in answer:
             raise RuntimeError(f"{name} {layout}: {answer['error']}")
-    memory, without = compiled["exact"]["memory"], plain["exact"]["memory"]
-    parts = {"planned": plan, "traced": memory["at_peak"], "in Python": without["at_peak"]}
-    return Row(name, layout, microbatch, plan["total"], memory["peak_bytes"], without["peak_bytes"], parts)
+    memories = [answer["exact"]["memory"] for answer in answers]
+    names = ("traced", "in Python")[: len(memories)]
+    parts = {"planned": plan} | {n: memory["at_peak"] for n, memory in zip(names, memories, strict=True)}
+    peaks = [*(memory["peak_bytes"] for memory in memories), None]
+    return Row(name, layout, microbatch, plan["total"], peaks[0], peaks[1], parts)
 
 
 def table(rows: list[Row]) -> str:
     head = "| model | layout | sequences | planned, GiB | traced | in Python | error |\n|---|---|---|---|---|---|---|"
     lines = [
         f"| {r.model} | `{r.layout}` | {r.microbatch} | {r.planned / GIB:.2f} | {r.traced / GIB:.2f} | "
-        f"{r.in_python / GIB:.2f} | {100 * r.error:+.1f}% |"
+        f"{f'{r.in_python / GIB:.2f}' if r.in_python else ''} | {100 * r.error:+.1f}% |"
         for r in rows
     ]
     mean, worst = fmean(abs(r.error) for r in rows), max((r.error for r in rows), key=abs)
@@ -123,17 +130,24 @@ def main() -> None:
     parser.add_argument("--hard", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    import torch
+
     numbers, rows = random.Random(args.seed), list[Row]()
+    there = json.loads(args.out.read_text())["rows"] if args.out and args.out.exists() else []
+    known = {(row["model"], row["layout"], row["microbatch"]): Row(**row) for row in there}
     for _ in range(args.number):
         name, layout, microbatch, recipe = drawn(numbers, args.hard)
-        rows.append(measure(name, layout, microbatch, recipe))
-        print(f"{name} {layout} {microbatch}: {100 * rows[-1].error:+.2f}%", file=sys.stderr, flush=True)
+        if row := known.get((name, layout, microbatch)):
+            plan = planned(recipe)
+            row = replace(row, planned=plan["total"], parts=row.parts | {"planned": plan})
+        else:
+            row = measure(name, layout, microbatch, recipe, not args.hard)
+        rows.append(row)
+        print(f"{name} {layout} {microbatch}: {100 * row.error:+.2f}%", file=sys.stderr, flush=True)
+        if args.out:
+            found = {"seed": args.seed, "torch": torch.__version__, "rows": [asdict(row) for row in rows]}
+            args.out.write_text(json.dumps(found, indent=1) + "\n")
     print(table(rows))
-    if args.out:
-        import torch
-
-        found = {"seed": args.seed, "torch": torch.__version__, "rows": [asdict(row) for row in rows]}
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -125,9 +125,7 @@ def runs(folder: Path) -> list[Run]:
 
 
 def generation(run: Run) -> str:
-    kind = kind_of(run.setting)
-    assert kind is not None
-    return kind.generation
+    return kind_of(run.setting, "time")[0]
 
 
 def errors(offs: Sequence[float]) -> dict[str, float]:

@@ -26,17 +26,8 @@ from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import FRAGMENTS, limit, price
-from fivefold.plan.setting import Setting, setting
-from fivefold.plan.software import (
-    MEGATRON_2021,
-    MEGATRON_CORE,
-    PUBLISHED,
-    TORCHTITAN,
-    Kind,
-    MemoryKind,
-    kind_of,
-    memory_kind_of,
-)
+from fivefold.plan.setting import setting
+from fivefold.plan.software import MEGATRON_2021, MEGATRON_CORE, PUBLISHED, TORCHTITAN, Kind, kind_of
 from fivefold.plan.time import time
 from fivefold.plan.time.cost import part
 from fivefold.recipe import resolve_model
@@ -322,9 +313,9 @@ def deepseek_v3(folder: Path) -> Result:
     return {**(found := compared([run])), "lines": [f"{found['lines'][0]}; {size}"]}
 
 
-def own_h100(folder: Path) -> Result:
+def own_h100(_: Path) -> Result:
     """This program on an H100: seconds of a step, peak memory (benchmarks/results/gpu_h100.json)."""
-    measured = folder.parents[1] / "results/gpu_h100.json"
+    measured = Path(__file__).parents[1] / "results/gpu_h100.json"
     return compared(hopper_runs.own(json.loads(measured.read_text(encoding="utf-8"))))
 
 
@@ -361,22 +352,16 @@ def compare(
 ) -> tuple[dict[str, Result], dict[str, list[list[Any]]]]:
     """What each table says, and what all say of each kind of run, as `software.PUBLISHED` has it."""
     results = {name: TABLES[name](folder) for name in names}
-    return results, {
-        "kinds": _kinds(results, EACH, kind_of),
-        "memory": _kinds(results, BYTES, memory_kind_of),
-    }
+    return results, {"time": _kinds(results, EACH, "time"), "memory": _kinds(results, BYTES, "memory")}
 
 
-def _kinds(
-    results: dict[str, Result], what: str, kind_of: Callable[[Setting], Kind | MemoryKind | None]
-) -> list[list[Any]]:
+def _kinds(results: dict[str, Result], runs: str, what: str) -> list[list[Any]]:
     """Takes the runs of each table out of it, and says how far off those of a kind are."""
-    found = defaultdict[Kind | MemoryKind, list[tuple[str, int, float]]](list)
+    found = defaultdict[Kind, list[tuple[str, int, float]]](list)
     for name, result in results.items():
-        source = SOURCES.get(name, "")
-        for s, ratio in result.pop(what, []):
-            if source and (kind := kind_of(s)):
-                found[kind].append((source, s.layout.ranks, abs(ratio - 1)))
+        for s, ratio in result.pop(runs, []):
+            if source := SOURCES.get(name):
+                found[kind_of(s, what)].append((source, s.layout.ranks, abs(ratio - 1)))
     rows = []
     for kind, runs in sorted(found.items()):
         sources, ranks, off = zip(*runs, strict=True)

@@ -159,9 +159,9 @@ def brief(function: Callable[P, R]) -> Callable[P, R]:
     return outer
 
 
-def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """`; did you mean 'x'?` with the most similar choice, or an empty string."""
+def did_you_mean(word: str, choices: Iterable[str], alike: float = 0.6) -> str:
+    """`; did you mean 'x'?` with the most similar choice, or an empty string. alike: at least, from 0 to 1."""
     from difflib import get_close_matches
 
-    near = get_close_matches(word[:LONGEST_WORD], list(choices), n=1)
+    near = get_close_matches(word[:LONGEST_WORD], list(choices), 1, alike)
     return f"; did you mean '{near[0]}'?" if near else ""

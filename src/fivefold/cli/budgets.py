@@ -70,12 +70,8 @@ def side_by_side(
 ) -> bool:
     """If there are several clusters, prints a row for each: its plan, and the budget of the run there, or why it has
     none. plans: for each cluster what makes its plan, with the recipe and what was searched. alone: options for one
-    cluster.
-
-    Raises:
-        UserError: one of these was given, another number of prices than one and that of the clusters, or no cluster has
-            a plan.
-    """
+    cluster. Raises UserError: one of these was given, another number of prices than one and that of the clusters, or no
+    cluster has a plan."""
     from fivefold.observe.format import aligned
     from fivefold.plan.advice.budget import answer
     from fivefold.sharding.layout import to_text

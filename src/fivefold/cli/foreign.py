@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold.cli.bench import ensure_measured
+from fivefold.errors import printable
 
 
 def told(name: str, cluster: str, json: bool) -> dict[str, Any]:
@@ -13,17 +14,16 @@ def told(name: str, cluster: str, json: bool) -> dict[str, Any]:
     from fivefold.plan.cluster.clusters import parse
     from fivefold.recipe.load import read_foreign
 
-    if read_foreign(name, 0) is None:
-        return {}
     ensure_measured(cluster)
     reading = read_foreign(name, parse(cluster).devices)
-    assert reading is not None
+    if reading is None:
+        return {}
     if not json:
         software = reading.tables.get("software")
         priced = f" (--software {software} prices that program, and not this one)" if software else ""
         print(f"{name}: a configuration of {reading.kind}, {len(reading.understood)} keys understood{priced}")
         lines = [f"no effect on a plan ({why}): {', '.join(keys)}" for why, keys in reading.unused.items()]
         lines += [f"not understood: {key}: {why}" for key, why in reading.missing.items()]
-        print("".join(f"  {line}\n" for line in [*reading.notes, *lines]))
+        print(printable("".join(f"  {line}\n" for line in [*reading.notes, *lines])))
     parts = ("understood", "unused", "missing", "notes")
     return {"read": {"kind": reading.kind} | {part: getattr(reading, part) for part in parts}}

@@ -129,10 +129,7 @@ def bytes_of(option: str, text: str) -> int:
 
 def number(text: str) -> float:
     """Reads a number such as `1.4e12`, `300B` or `15T` (thousands, millions, billions, 1e12). For `parser=` of options.
-
-    Raises:
-        typer.BadParameter: it is none.
-    """
+    Raises typer.BadParameter: it is none."""
     try:
         return float(text)
     except ValueError:

@@ -189,11 +189,8 @@ def read(
 
 def planned(typed: Typed, layout: str | None, params: float | None) -> tuple[Recipe, Plan, str]:
     """(recipe, its plan, "" or what was searched). The fastest layout that fits takes the place of the recipe's own,
-    if that does not have the cluster's number of ranks. One that was typed stays: it is refused.
-
-    Raises:
-        UserError: the plan cannot be made, or no layout fits.
-    """
+    if that does not have the cluster's number of ranks. One that was typed stays: it is refused. Raises UserError: the
+    plan cannot be made, or no layout fits."""
     from fivefold.plan.predict import predict
     from fivefold.plan.software import OWN
     from fivefold.sharding.layout import Layout, to_text

@@ -153,17 +153,17 @@ SHEETS = (
     ),
     Sheet(
         "gb200", r"gb200", 2024, _BLACKWELL, 152, 186 * GB, 8.0e12, 900 * GB, 5,
-        _rates(2500e12, tf32=1250e12, fp32=80e12, fp8=5000e12, fp6=5000e12, fp4=10000e12, fp64=40e12),
+        _rates(2500e12, tf32=1250e12, fp32=80e12, fp8=5000e12, mxfp8=5000e12, fp6=5000e12, fp4=10000e12, fp64=40e12),
         "NVIDIA GB200 NVL72 (2024), per GPU; NVLink-C2C of 900 GB/s to the host of two", 225 * GB, watts=1200,
     ),
     Sheet(
         "b200", r"\bb200", 2024, _BLACKWELL, 148, 180 * GB, 8.0e12, 900 * GB, 5,
-        _rates(2250e12, tf32=1125e12, fp32=75e12, fp8=4500e12, fp6=4500e12, fp4=9000e12, fp64=37e12),
+        _rates(2250e12, tf32=1125e12, fp32=75e12, fp8=4500e12, mxfp8=4500e12, fp6=4500e12, fp4=9000e12, fp64=37e12),
         "NVIDIA HGX B200 (2024), DGX B200", watts=1000,
     ),
     Sheet(
         "b300", r"\bb300", 2025, _ULTRA, 148, 270 * GB, 8.0e12, 900 * GB, 6,
-        _rates(2250e12, tf32=1125e12, fp32=75e12, fp8=4500e12, fp6=4500e12, fp4=13500e12, fp64=1.25e12),
+        _rates(2250e12, tf32=1125e12, fp32=75e12, fp8=4500e12, mxfp8=4500e12, fp6=4500e12, fp4=13500e12, fp64=1.25e12),
         "NVIDIA HGX B300 (2025); of 288 GB on the package, 270 are usable",
     ),
     Sheet(

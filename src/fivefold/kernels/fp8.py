@@ -57,12 +57,12 @@ class Fp8(RoundedMatmuls):
         PyTorch's takes one scale per row of E4M3. The gradients of their weights, sums of any length, are emulated."""
         if b.device.type != "cuda" or b.shape[-1] % 16 or b.shape[-2] % 16:
             return False
-        hopper = _capability(b.device)[0] == 9  # alone has blocks in cuBLAS, and PyTorch's grouped matmul
+        hopper = capability(b.device)[0] == 9  # alone has blocks in cuBLAS, and PyTorch's grouped matmul
         if b.dim() == 3:
             return hopper and self.scaling == "row" and self.gradients == self.inputs
         if self.scaling == "block":
             return hopper and b.shape[-1] % BLOCK == 0 and b.shape[-2] % BLOCK == 0
-        return _capability(b.device) >= (8, 9)
+        return capability(b.device) >= (8, 9)
 
     def factor(self, b: Tensor, weight: bool = False) -> Factor:
         return self.narrow(b, weight) if self.multiplies(b) else super().factor(b, weight)
@@ -228,7 +228,8 @@ class NarrowRows:
                 rows.unflatten(1, (-1, tile[0], across, tile[1])).mul_(scale)
 
 
-def _capability(device: torch.device) -> tuple[int, int]:
+def capability(device: torch.device) -> tuple[int, int]:
+    """Of an NVIDIA GPU; (0, 0) of others."""
     if torch.version.hip is not None:
         return 0, 0
     return torch.cuda.get_device_capability(device)

@@ -144,7 +144,8 @@ def sum_gradients(replicas: Sequence[Replica], messages: list[list[str]], mesh: 
         for wait, parts in started:
             total = wait()
             if total is not parts[0]:
-                for part, summed in zip(parts, total.split([part.numel() for part in parts]), strict=True):
+                each = total.flatten().split([part.numel() for part in parts])
+                for part, summed in zip(parts, each, strict=True):
                     part.copy_(summed.view(part.shape))
 
     return reduction

@@ -32,7 +32,7 @@ from fivefold.plan.setting import (
     setting,
     software_of,
 )
-from fivefold.plan.software import memory_evidence
+from fivefold.plan.software import evidence
 from fivefold.plan.time import offload, servers
 from fivefold.plan.time.stage_costs import Parts, parts, recomputed
 from fivefold.plan.time.time import SlowLinks, Stalls, Step, slow_links, stalls, step
@@ -102,7 +102,7 @@ class Plan:
         """Mean error of the memory formula on such devices, as measured; None: nobody has measured such a run."""
         if self.setting.cluster.on_cpu:
             return memory.ERROR
-        found = memory_evidence(self.setting)
+        found = evidence(self.setting, "memory")
         return found and found.mean
 
     @property

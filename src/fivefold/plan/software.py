@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-import math
 import tomllib
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, get_origin, get_type_hints
+
+from pydantic import Field, create_model
 
 from fivefold.errors import UserError, did_you_mean
 from fivefold.files import read_json, read_text
@@ -17,6 +18,8 @@ from fivefold.models.operations import TensorWay
 from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.setting import PAPER, Setting, Software, States, software_of
 from fivefold.precision import DTYPES
+from fivefold.recipe.messages import wrong
+from fivefold.recipe.schema import Section
 
 OWN = "fivefold"
 MOST_BYTES = 64 << 10
@@ -106,14 +109,16 @@ PROGRAMS = {each.name: each for each in (MEGATRON_2021, MEGATRON_CORE, NEMO, TOR
 """Other programs. Our own one depends on the devices (`setting.software_of`)."""
 
 
-_KEYS = {
-    name: kind
+_LIMITS: dict[Any, dict[str, Any]] = {int: {"ge": 0, "le": MOST_PIECES}, float: {"ge": 0, "le": 1e15}}
+_KEYS: dict[str, Any] = {
+    name: (kind | None, Field(None, **_LIMITS.get(kind, {})))
     for kinds in (get_type_hints(Software), get_type_hints(TensorWay))
     for name, kind in kinds.items()
-    if kind in (bool, int, float) or get_args(kind)
-    if name not in ("states", "documents", "expert_load", "estimates", "fp8_dispatch")
+    if kind in (bool, int, float) or get_origin(kind) is Literal
+    if name not in ("expert_load", "estimates", "fp8_dispatch")
 }
-"""What a file may say besides `base`, with its type; not what a recipe or another option says."""
+_FILE = create_model("_FILE", __base__=Section, **_KEYS)
+"""What a file may say besides `base`; not what a recipe or another option says."""
 
 
 def program(name: str, cluster: Cluster) -> Software:
@@ -130,57 +135,21 @@ def program(name: str, cluster: Cluster) -> Software:
     path = Path(name)
     try:
         given = tomllib.loads(read_text(path, MOST_BYTES))
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise UserError(f"{path}: not valid TOML: {str(error)[:200]}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not valid TOML: {error!s:.200}") from None
     base = given.pop("base", OWN)
     if base not in known:
         raise UserError(f"{path}: base: must be one of {', '.join(known)}, not {base!r:.60}")
-    for key, value in given.items():
-        _check(path, key, value)
+    for text in wrong(_FILE, given):
+        raise UserError(f"{path}: {text}")
     found = program(base, cluster)
     way = {key: given.pop(key) for key in TensorWay._fields if key in given}
     return replace(found, name=path.stem, tensor=found.tensor._replace(**way), **given)
 
 
-def _check(path: Path, key: str, value: Any) -> None:
-    if key not in _KEYS:
-        raise UserError(
-            f"{path}: unknown key '{key}'{did_you_mean(key, _KEYS)} (keys: base, {', '.join(_KEYS)})"
-        )
-    kind = _KEYS[key]
-    if choices := get_args(kind):
-        allowed, fits = f"one of {', '.join(choices)}", value in choices
-    elif kind is bool:
-        allowed, fits = "true or false", isinstance(value, bool)
-    else:
-        most = math.inf if kind is float else MOST_PIECES
-        allowed = "a number of at least 0" if kind is float else f"a whole number from 0 to {most}"
-        fits = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
-        fits = fits and 0 <= value <= most and math.isfinite(value)
-    if not fits:
-        raise UserError(f"{path}: {key}: must be {allowed}, not {value!r:.60}")
-
-
 PUBLISHED = Path(__file__).with_name("published.json")
-"""Of each kind of published run, for time ("kinds") and for memory: [the kind's fields, sources, fewest and most
-devices, rows, mean, worst error]."""
-
-
-class Kind(NamedTuple):
-    """What a published run and a plan must share, so that one says how far the other's time may be off. generation: of
-    the devices. factor: bytes per element of what matmuls multiply. fused: consecutive operations are one pass."""
-
-    generation: str
-    factor: float
-    experts: bool
-    fused: bool
-
-
-class MemoryKind(NamedTuple):
-    """The same for memory. gathers: weights are gathered for each use (ZeRO 3)."""
-
-    experts: bool
-    gathers: bool
+"""For time and for memory, of each kind of published run: [the kind, then what `Evidence` has]."""
+Kind = tuple[Any, ...]
 
 
 class Evidence(NamedTuple):
@@ -204,37 +173,35 @@ class Evidence(NamedTuple):
         return f"plans of {self.rows} published runs {kind} were {off} on average, {100 * self.worst:.2g}% at worst"
 
 
-def kind_of(s: Setting) -> Kind | None:
-    """None: the device has no data sheet."""
+def kind_of(s: Setting, what: str) -> Kind:
+    """What a published run and a plan must share, so that one says how far the other may be off. In time: generation of
+    the devices ("": they have no data sheet), bytes per element of what matmuls multiply, experts, operations in one
+    pass. In memory: experts, weights that are gathered for each use (ZeRO 3)."""
+    if what == "memory":
+        return s.card.has_experts, s.layout.zero == 3
     sheet = BY_NAME.get(s.cluster.device.sheet)
-    return sheet and Kind(sheet.generation, DTYPES[s.rate].bytes, s.card.has_experts, s.software.fused)
+    return sheet.generation if sheet else "", DTYPES[s.rate].bytes, s.card.has_experts, s.software.fused
 
 
-def memory_kind_of(s: Setting) -> MemoryKind:
-    return MemoryKind(s.card.has_experts, s.layout.zero == 3)
-
-
-def evidence(s: Setting) -> Evidence | None:
-    """What published runs of the same kind say of a plan's seconds. None: nobody published such a run."""
-    return _published()[0].get(kind_of(s))
-
-
-def memory_evidence(s: Setting) -> Evidence | None:
-    """The same of a plan's bytes on a GPU."""
-    return _published()[1].get(memory_kind_of(s))
+def evidence(s: Setting, what: str) -> Evidence | None:
+    """What published runs of the same kind say of a plan on GPUs. None: nobody published such a run."""
+    return _published()[what].get(kind_of(s, what))
 
 
 def said(s: Setting) -> list[str]:
-    """Both in words, memory first."""
-    found = {"memory": memory_evidence(s), "time": evidence(s)}
+    """The same in words, of memory and of time."""
     return [
-        each.says(what) if each else f"nobody has published the {what} of a run of this kind"
-        for what, each in found.items()
+        found.says(what)
+        if (found := evidence(s, what))
+        else f"nobody has published the {what} of a run of this kind"
+        for what in ("memory", "time")
     ]
 
 
 @cache
-def _published() -> tuple[dict[Kind | None, Evidence], dict[MemoryKind, Evidence]]:
-    found = read_json(PUBLISHED)
-    times: dict[Kind | None, Evidence] = {Kind(*row[:4]): Evidence(*row[4:]) for row in found["kinds"]}
-    return times, {MemoryKind(*row[:2]): Evidence(*row[2:]) for row in found["memory"]}
+def _published() -> dict[str, dict[Kind, Evidence]]:
+    own = len(Evidence._fields)
+    return {
+        what: {tuple(row[:-own]): Evidence(*row[-own:]) for row in rows}
+        for what, rows in read_json(PUBLISHED).items()
+    }

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from fivefold.errors import LONGEST_MESSAGE, LONGEST_WORD, did_you_mean, printable, shortened
@@ -166,22 +166,27 @@ def bad_entries(key: str, value: Any) -> list[str]:
     assert cls is not None
     if not isinstance(value, list | tuple) or not all(isinstance(entry, dict) for entry in value):
         return [f"{key} = {short(value)}: must be {allowed(KEYS[key])}; write each below a line [[{key}]]"]
-    found = []
-    for number, entry in enumerate(value, 1):
-        said = f"[[{key}]] number {number}"
-        try:
-            cls.model_validate(entry)
-        except ValidationError as error:
-            for name in dict.fromkeys(str(problem["loc"][0]) for problem in error.errors()):
-                field = cls.model_fields.get(name)
-                if field is None:
-                    near = did_you_mean(name, cls.model_fields) or f"; it has {', '.join(cls.model_fields)}"
-                    found.append(f"{said}: {name} = {short(entry[name])}: unknown key{near}")
-                elif name in entry:
-                    found.append(f"{said}: {name} = {short(entry[name])}: must be {allowed(field)}")
-                else:
-                    found.append(f"{said}: {name} is missing: {allowed(field)}")
-    return found
+    return [
+        f"[[{key}]] number {number}: {text}"
+        for number, entry in enumerate(value, 1)
+        for text in wrong(cls, entry)
+    ]
+
+
+def wrong(cls: type[BaseModel], entry: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with a table: a sentence per key."""
+    try:
+        cls.model_validate(entry)
+    except ValidationError as error:
+        for name in dict.fromkeys(str(problem["loc"][0]) for problem in error.errors()):
+            field = cls.model_fields.get(name)
+            if field is None:
+                near = did_you_mean(name, cls.model_fields) or f"; it has {', '.join(cls.model_fields)}"
+                yield f"{name} = {short(entry[name])}: unknown key{near}"
+            elif name in entry:
+                yield f"{name} = {short(entry[name])}: must be {allowed(field)}"
+            else:
+                yield f"{name} is missing: {allowed(field)}"
 
 
 def unknown_section(name: str, value: Any) -> str:

@@ -99,11 +99,13 @@ class Kept:
     autograd than the block's graphs keep. Of those, each storage whose size a graph keeps is kept; others are dropped,
     and made again when backward asks. What graphs keep and no operation offers is allocated in the end.
 
-    sizes: bytes of the graphs' storages. there: storages that live longer anyway, see `living_on`.
+    sizes: bytes of the graphs' storages. living: what lives longer anyway, see `living_on`; asked at each tensor, since
+    weights may be gathered within the pass.
     """
 
-    def __init__(self, sizes: Iterable[int], there: set[int]) -> None:
-        self.left, self.there, self.others = Counter(sizes), there, list[Any]()
+    def __init__(self, sizes: Iterable[int], living: Callable[[], Iterable[Tensor]]) -> None:
+        self.left, self.living, self.others = Counter(sizes), living, list[Any]()
+        self.there = set[int]()  # storages of the sizes
         self.away = set[int]()  # storages that have left the device
         self.outer = _top_saved_tensors_default_hooks(True)
         """Those of offloaded activations, which get what is kept."""
@@ -111,7 +113,7 @@ class Kept:
     def pack(self, tensor: Tensor) -> Any:
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        new = key not in self.there
+        new = key not in self.there and all(key != t.untyped_storage()._cdata for t in self.living())
         if new and (not self.left[size] or key in self.away):
             shape, stride = tensor.shape, tensor.stride()
             return partial(torch.empty_strided, shape, stride, dtype=tensor.dtype, device=tensor.device)
@@ -161,7 +163,7 @@ def _keep(module: nn.Module, block: Block, tracker: Tracker) -> None:
     def run(x: Tensor, *tables: Tensor, **options: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(x, *tables, **options)
-        kept = Kept(block.kept, {t.untyped_storage()._cdata for t in living_on(module, tables, options)})
+        kept = Kept(block.kept, partial(living_on, module, tables, options))
         tracker.enter_code(kept)
         with saved_tensors_hooks(kept.pack, kept.unpack):
             out = forward(x, *tables, **options)

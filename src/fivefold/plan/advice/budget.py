@@ -126,11 +126,8 @@ WIDTH = 128.0  # of dim over layers: GPT-3 175B's 12288 / 96, Llama 7B's 4096 / 
 def shape(parameters: float, like: ModelSection) -> ModelSection:
     """A model with about `parameters` parameters, and with the vocabulary, length and architecture of `like`.
 
-    Its ratio of width to depth is that of large published models. Heads are 128 wide (64 if that is too coarse).
-
-    Raises:
-        UserError: `parameters` is out of range, or the vocabulary with the smallest block is larger already.
-    """
+    Its ratio of width to depth is that of large published models. Heads are 128 wide (64 if that is too coarse). Raises
+    UserError: `parameters` is out of range, or the vocabulary with the smallest block is larger already."""
     if not 1e5 <= parameters <= 1e14:
         raise UserError(f"--params {parameters:g}: must be between 1e5 and 1e14")
     models = []  # of each width the depth that comes nearest
@@ -213,11 +210,8 @@ def ask(
 
 def answer(plan: Plan, q: Questions) -> dict[str, Any]:
     """Answers by the plan's model and speed, with its stalls and with failures if their rate is known. The critical
-    batch size is the measured noise scale, or an estimate from the loss that such a model reaches.
-
-    Raises:
-        UserError: failures come so often that the run never ends.
-    """
+    batch size is the measured noise scale, or an estimate from the loss that such a model reaches. Raises UserError:
+    failures come so often that the run never ends."""
     cluster, model, active = plan.setting.cluster, plan.setting.model, active_parameters(plan.setting.model)
     price, mtbf, restart = q.given(cluster)
     lost = _lost(plan, mtbf, restart)

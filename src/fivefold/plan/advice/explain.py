@@ -53,7 +53,7 @@ def summary(plan: Plan) -> list[str]:
         verdict += f"; it does without {margin(s.cluster)} (--margin 0)"
     usual = (1 - MARGIN) * limit(s.cluster, margin=False)
     if plan.fits and plan.peak_bytes > usual and not s.cluster.on_cpu:
-        verdict += f", near the limit (usual is a margin of {MARGIN:.0%}): an allocator that runs out waits"
+        verdict += f", near the limit (the usual margin is {MARGIN:.0%}): a full allocator slows steps down"
     shares = [
         (name, seconds / step.seconds)
         for name, seconds in (
@@ -311,13 +311,8 @@ def remedies(
     recipe: Recipe, cluster: Cluster, software: Software, room: float, gpu: bool, count: int = 3
 ) -> tuple[Plan, list[Remedy]]:
     """(the plan of a resolved recipe, the `count` changes that are nearest to it). Those come first that fit into
-    `room` bytes, fastest first; then those that need least. One of each kind, and all together if none fits alone.
-
-    gpu: the memory that ran out is a GPU's.
-
-    Raises:
-        UserError: the planner cannot predict the recipe.
-    """
+    `room` bytes, fastest first; then those that need least. One of each kind, and all together if none fits alone. gpu:
+    the memory that ran out is a GPU's. Raises UserError: the planner cannot predict the recipe."""
     cluster = replace(cluster, devices=None)
     now = predict(recipe, cluster, software)
 

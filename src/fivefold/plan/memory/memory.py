@@ -10,13 +10,22 @@ from typing import NamedTuple
 from fivefold.models.operations import ByKind, Kind, Operation, Role
 from fivefold.models.recomputation import region
 from fivefold.plan.memory import model_states
-from fivefold.plan.memory.model_states import Buffers, node_copies, rank_states, uneven_states
+from fivefold.plan.memory.model_states import (
+    Buffers,
+    elements,
+    node_copies,
+    outside_blocks,
+    rank_elements,
+    rank_states,
+    uneven_states,
+)
 from fivefold.plan.setting import Setting, Software
 from fivefold.schedules.pipeline import SENDS_PER_RANK, Schedule, holds_all, live_phases, peak_live
+from fivefold.schedules.pipeline.schedule import owed_together
 from fivefold.schedules.timelines import CATEGORIES
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import ends_of, stages_of
-from fivefold.sharding.tiers import partitions
+from fivefold.sharding.tiers import partitions, tiers
 
 ERROR = 0.015
 """Mean error of the formula against tracked peaks on CPUs (benchmarks/planner/own_memory.py), rounded up."""
@@ -227,6 +236,21 @@ def at_peak(
     return max(moments, key=sum)
 
 
+def leaving(s: Setting, position: int) -> float:
+    """Bytes of the gradients on a rank that leave its device unit by unit: of what is outside of blocks, and of two
+    blocks (one computes, one moves), or of those that wait from their I, which brings those of norms, to their W. 0 if
+    gradients stay. FSDP2's whole sums over microbatches stay besides."""
+    if tiers(s.layout.offload, s.states.master > 0).gradients == "device":
+        return 0.0
+    every = outside_blocks(s, position), rank_elements(s)[position], *elements(s.model, s.layout).blocks
+    outside, own, *blocks = (part.keeps if s.layout.zero else part.computes for part in every)
+    wait, (schedule, _) = 2 * max(blocks), live_schedule(s.layout, s.microbatches)
+    if schedule and not s.layout.zero:
+        owed = [sum(blocks[number] for number in stage) for stage in s.stages]
+        wait = max(wait, owed_together(schedule.rows[position], owed))
+    return s.states.gradient * (outside + min(own - outside, wait))
+
+
 def predict(s: Setting, shared: Sums | None = None) -> list[Memory]:
     """Memory per rank at each pipeline position. shared: the layout's `sums`, if already known."""
     return Predictor(s, shared).of(s.recompute)
@@ -253,7 +277,10 @@ class Predictor:
             more += s.states.estimate * (ranks[number].keeps - ranks[number].frozen[1])
             after = max(summing, model_states.rounding_scratch(s, number), matrices)
             states = Memory(params + node_copies(s, number), gradients + unsent, optimizer + more, 0.0, 0.0)
-            held[number] = states, besides[kinds[number]], after, model_states.sum_scratch(s, number)
+            moments = besides[kinds[number]]
+            if s.layout.pp == 1:  # at the loss, gradients of the last microbatch have left
+                moments = replace(moments, loss=moments.loss - leaving(s, number))
+            held[number] = states, moments, after, model_states.sum_scratch(s, number)
         several = range(len(self.by_stage)) if s.layout.pp > 1 else ()
         self.adding_up = [model_states.adding_up(s, model_states.stage_elements(s, n)) for n in several]
         """Bytes of the gradients of each pipeline stage while they add up, and after."""

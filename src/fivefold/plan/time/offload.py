@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 
 from fivefold.optim import OPTIMIZERS, rounding_traffic
 from fivefold.plan.cluster.devices import Storage
-from fivefold.plan.memory.memory import Memory, live_schedule, microbatch, sums
+from fivefold.plan.memory.memory import Memory, leaving, microbatch, sums
 from fivefold.plan.memory.model_states import Elements, elements, outside_blocks, rank_elements
 from fivefold.plan.setting import Setting
 from fivefold.plan.time.stage_costs import outer_buffers, stage_costs
 from fivefold.schedules.offload import WAYS, Unit, simulate
-from fivefold.schedules.pipeline.schedule import owed_together
 from fivefold.schedules.timelines import StepTimeline
 from fivefold.sharding.tiers import CHUNK, READ_AHEAD, SLOTS, WINDOW, Flow, Phase, Tier, Tiers, flows, tiers
 from fivefold.sharding.units import scattered_once
@@ -89,7 +88,7 @@ def _moved(s: Setting, position: int, one: Memory, own: Elements) -> Memory:
     outside, block = (p.keeps if zero else p.computes for p in (outside_blocks(s, position), largest))
     away = {"device": 0.0, "host": 0.0, "disk": 0.0}
     params, gradients, optimizer, activations = one.params, one.gradients, one.optimizer, one.activations
-    buffers = one.buffers
+    buffers = max(0.0, one.buffers)
     if zero and t.masters != "device" and b.master:  # FSDP2's rows are of weights that compute
         params += b.working * keeps
     if t.working != "device":
@@ -99,14 +98,11 @@ def _moved(s: Setting, position: int, one: Memory, own: Elements) -> Memory:
     if t.gradients == "device":
         if whole and t.masters != "device":  # rows have a place beside the sums that FSDP2 scatters
             gradients += b.gradient * keeps
-    else:  # but for two units (one computes, one moves) and what is outside of blocks
+    else:
         away[t.gradients] += b.gradient * keeps
-        gradients = gradients if whole else 0.0
-        wait, (schedule, _) = 2 * block, live_schedule(s.layout, s.microbatches)
-        if schedule and not zero:  # a stage's blocks wait from its I, which brings those of norms, to its W
-            sizes = [sum(blocks[number].computes for number in stage) for stage in s.stages]
-            wait = max(wait, owed_together(schedule.rows[position], sizes))
-        gradients += b.gradient * (outside + min(keeps - outside, wait))
+        gradients = (
+            (gradients if whole else 0.0) + leaving(s, position) + min(0.0, one.buffers)
+        )  # see Predictor
     if t.masters != "device":
         away[t.masters] += _masters_apart(s) * keeps
         optimizer -= b.master * keeps

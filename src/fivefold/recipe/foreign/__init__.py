@@ -14,11 +14,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fivefold.errors import UserError
+from fivefold.errors import UserError, did_you_mean
 from fivefold.files import read_text
 from fivefold.recipe.foreign import hugging_face, megatron, torchtitan
 from fivefold.recipe.foreign.reading import Reading
-from fivefold.recipe.messages import KEYS, SECTIONS, allowed
+from fivefold.recipe.messages import SECTIONS, wrong
 from fivefold.recipe.rules.combinations import unused
 from fivefold.recipe.schema import Sections
 
@@ -53,42 +53,42 @@ def refuse(path: Path) -> None:
 
 
 def read(path: Path, devices: int, model_of: Callable[[str], dict[str, Any]]) -> Reading | None:
-    """Reads a configuration of another program (see `Reading`); None: it is none. The tables of a kind:
+    """Reads a configuration of another program (see `Reading`); None: it is none. Raises UserError: it is malformed, or
+    its model is of no architecture here. The tables of a kind:
 
     signs: {end of a file's name: what is in it}. refused: {end of a name: why}. earlier: {an older key: the key, or
     key=value}. copied: {their key: our field}, in the order in which they count. words: for some of these, {their
     value: ours, or {our field: value}}; "*" are all others. derived: {their key: our fields} that `derive` sets. meant:
     our fields in a file without their keys. unused: {why they change no plan: patterns of keys}. lacking: {what is here
     instead: patterns}.
-
-    Raises:
-        UserError: it is malformed, or its model is of no architecture here.
     """
     if (found := kind_of(path)) is None:
         return None
     kind, path = found
-    table, given = tables(kind).get, dict[str, Any]()
-    if why := table("refused", {}).get(path.suffix):
+    table, given = tables(kind), dict[str, Any]()
+    if why := table["refused"].get(path.suffix):
         raise UserError(f"{path}: {why}")
     for key, value in kind.given(path).items():
-        name, equals, word = table("earlier", {}).get(key, key).partition("=")
-        given[name] = word if equals else value
+        name, _, word = (key if value is False else table["earlier"].get(key, key)).partition("=")
+        given[name] = word or value
     said = {key: value for key, value in given.items() if "$" not in str(value)}
-    reading = Reading(kind.NAME, path, tables(kind), said, devices, model_of, dict(table("meant", {})))
-    for key, ours in table("copied", {}).items():
+    reading = Reading(kind.NAME, path, table, said, devices, model_of, dict(table["meant"]))
+    for key, ours in table["copied"].items():
         if said.get(key) is not None and said[key] is not False:
-            _copy(reading, key, ours, table("words", {}).get(key))
-    reading.understood |= {key: ours for key, ours in table("derived", {}).items() if key in said}
+            _copy(reading, key, ours, table["words"].get(key))
+    reading.understood |= {key: ours for key, ours in table["derived"].items() if key in said}
     kind.derive(reading)
     _complete(reading)
     told = {*reading.understood, *(text.partition(" = ")[0] for text in reading.missing)}
+    known = {*table["copied"], *table["derived"], *table["earlier"]}
     for key in (key for key in given if key not in told):
-        if (why := _named(table("unused", {}), key)) or given[key] in (None, False, "", [], {}):
+        if (why := _named(table["unused"], key)) or given[key] in (None, False, "", [], {}):
             reading.unused.setdefault(why or "switched off", []).append(key)
         else:
-            why = _named(table("lacking", {}), key) or "not known here"
-            why = why if key in said else "the file does not say its value"
-            reading.missing[f"{key} = {given[key]!s:.60}"] = why
+            why = _named(table["lacking"], key) or f"not known here{did_you_mean(key, known, 0.9)}"
+            reading.missing[f"{key} = {given[key]!s:.60}"] = (
+                why if key in said else "the file does not say its value"
+            )
     return reading
 
 
@@ -99,15 +99,12 @@ def _copy(reading: Reading, key: str, ours: str, words: Mapping[str, Any] | None
         text = "true" if value is True else str(value)
         word = value if words is None else words.get(text, value if "*" in words else None)
         if word is None:
-            why = _named(reading.tables.get("lacking", {}), key)
-            return reading.lacks(key, why or f"{ours} has only what stands for {', '.join(words or ())}")
+            why = f"{ours} has only what stands for {', '.join(words or ())}"
+            return reading.lacks(key, _named(reading.tables["lacking"], key) or why)
         for name, one in (word if isinstance(word, dict) else {ours: word}).items():
             section, _, field = name.partition(".")
-            try:
-                SECTIONS[section].model_validate({field: one})
-            except ValidationError:
-                message = f"{reading.path}: {key} = {value!r:.60}: must be {allowed(KEYS[name])} ({name})"
-                raise UserError(message) from None
+            for text in wrong(SECTIONS[section], {field: one}):
+                raise UserError(f"{reading.path}: {key}: {text}")
             reading.fields[name] = one
 
 
@@ -125,8 +122,10 @@ def _complete(reading: Reading) -> None:
     dropped |= set() if fields.get("model.experts") else {"layout.ep"}
     local = fields.get("train.microbatch_size", 1) * fields.pop("layout.microbatches", 1)
     fields.setdefault("train.global_batch_size", local * dp * replicas)
-    if (fields.get("model.vocab_size") or SMALL) < SMALL:
-        fields.setdefault("data.tokenizer", f"bpe:{fields['model.vocab_size']}")
+    if (size := fields.get("model.vocab_size", 0)) == 0:
+        reading.notes.append(f"the file does not say the vocabulary: {SMALL:,} (--set model.vocab_size=N)")
+    elif size < SMALL:
+        fields.setdefault("data.tokenizer", f"bpe:{size}")
     if not {"train.steps", "train.tokens"} & fields.keys():
         fields["train.steps"] = STEPS
         reading.notes.append(f"train.steps = {STEPS}: the file does not say how long the run is")
@@ -136,5 +135,6 @@ def _complete(reading: Reading) -> None:
 
 
 def _named(table: Mapping[str, str], key: str) -> str | None:
-    found = (why for why, names in table.items() if any(fnmatchcase(key, n) for n in names.split()))
-    return next(found, None)
+    return next(
+        (why for why, names in table.items() if any(fnmatchcase(key, n) for n in names.split())), None
+    )

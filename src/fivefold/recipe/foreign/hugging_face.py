@@ -43,7 +43,7 @@ def derive(reading: Reading) -> None:
     for key, value in config.items():
         if key in checked or value == written.get(key, {}) or (key in written and isinstance(value, dict)):
             reading.understood[key] = "[model]"
-        elif key in written and value is not None and "dtype" not in key:
+        elif key in written and value is not None and not key.endswith(("dtype", "_token_id")):
             reading.lacks(key, f"here it is {written[key]}")
     fields = _fields(model) | {"dropout": model.dropout}
     batch = TOKENS // fields["seq_len"] or 1
