@@ -240,6 +240,7 @@ def test_ranks_hold_the_tokens_that_the_trainer_deals_them(begins):
                 size={"cp": 4}.get,
                 index={"cp": rank // 2}.get,
                 causal=True,
+                further=0,
                 device=torch.device("cpu"),
             )
             batch: Any = divided(torch.zeros(1, 256), torch.zeros(1, 256), first, mesh)

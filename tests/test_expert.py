@@ -11,10 +11,11 @@ from layouts import TINY, compared, compiled, side, tiny
 from marks import only
 from pool_runs import lines, train_rank
 from ranks import RankFailed, run_ranks
-from steps import counted
+from steps import counted, planned
 from torch.autograd import Function
 
 from fivefold.checkpoint import store
+from fivefold.checkpoint.source import weights_of
 from fivefold.comm import Axis
 from fivefold.data import prepare
 from fivefold.errors import UserError
@@ -24,11 +25,13 @@ from fivefold.models.mixture import Assignment, Experts, grouped_linear
 from fivefold.parallel.expert import AllToAll, Transfer, Turns
 from fivefold.parallel.mesh import Mesh
 from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.messages import volume
 from fivefold.plan.setting import setting
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.schedules.pipeline import build
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import local_shape, parts
+from fivefold.train.verify import alone, compute
 
 # Terms that are large enough to be seen in every gradient.
 MODEL = [
@@ -86,6 +89,50 @@ def test_equals_one_process(folder, layout, kind):
 )  # fmt: skip
 def test_other_axes_equal_one_process(folder, layout):
     check(folder, layout)
+
+
+WHOLE = [*AUX, "model.aux_loss_weight=1", "model.balance_scope=batch"]
+
+
+@only("dp=2,ep=2")
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=2,ep=2",
+        "dp=2,zero=3",
+        "tp=2,sp=true",
+        "cp=2,ep=2",
+        "dp=2,pp=2,ep=2,zero=3",
+        "pp=2,schedule=dualpipe",
+    ],
+)
+def test_balance_over_whole_batches_equals_one_process(folder, layout):
+    recipe = tiny(folder, layout, *MODEL, *WHOLE)
+    report = compared(recipe, folder=folder / "whole batches")
+    assert report.passed, report.as_json()
+    s = planned(recipe)
+    if layout == "cp=2,ep=2":  # no counts are summed in forward
+        for rank, step in enumerate(run_ranks(s.layout.ranks, counted, recipe, timeout_s=300)):
+            assert volume.counted(s, rank) == step.sent
+
+
+def test_balance_over_whole_batches_does_not_depend_on_microbatches(folder, tmp_path):
+    """That over microbatches does."""
+    for sets, same in ((WHOLE, True), ([*AUX, "model.aux_loss_weight=1"], False)):
+        found = []
+        for size in (1, 4):
+            recipe = tiny(
+                folder, "dp=1", *MODEL, *sets, f"train.microbatch_size={size}", "data.document_masks=false"
+            )
+            data = prepare(recipe)
+            resolved = resolve(recipe, vocab_size=data.vocab_size)
+            compute(resolved, data, 3, tmp_path / f"{size} {same}", alone())
+            found.append(weights_of(tmp_path / f"{size} {same}" / "end"))
+        apart = max((found[0][name] - found[1][name]).abs().max().item() for name in found[0])
+        assert (apart < 1e-4) == same, apart
+    load = weights_of(tmp_path / "1 True" / "end")["blocks.0.mlp.router.load"]
+    assert load.sum() == pytest.approx(1)
+    assert load.std() > 0
 
 
 @pytest.mark.slow

@@ -198,3 +198,57 @@ def test_frozen_weights_are_kept_as_they_compute_in_every_layout(base, text, tmp
         {n: t for n, t in found.items() if n.startswith("embed")},
         {n: t.bfloat16() for n, t in was.items() if n.startswith("embed")},
     )
+
+
+UPCYCLED = ["model.arch=moe", "model.experts=4", "model.experts_per_token=2", "train.microbatch_size=1"]
+
+
+@pytest.mark.slow
+def test_each_expert_is_a_copy_of_a_dense_layer(base, text, tmp_path):
+    """Sparse upcycling: with normalised weights the model computes at first what the dense one does."""
+    still = ["optim.lr=1e-20", "optim.weight_decay=0", *UPCYCLED]
+    out = run_command(continued(base, text, *still), out=tmp_path / "run", nproc=1)
+    dense, found = weights_of(store.latest(base)), weights_of(store.latest(out))
+    for name, weight in found.items():
+        if ".experts." in name:
+            weight, name = weight[2], name.replace(".experts.", ".") + ".weight"
+        if ".router." not in name:
+            assert torch.equal(weight, dense[name]), name
+    routers = [found[f"blocks.{i}.mlp.router.weight"] for i in range(2)]
+    assert all(0.05 < router.std() < 0.2 for router in routers)
+    assert not torch.equal(*routers)
+    assert lines(out, "val_loss")[-1] == pytest.approx(lines(base, "val_loss")[-1], rel=1e-5)
+    assert "feed-forward layer" in (out / "initial.json").read_text()
+
+
+@only("dp=2,ep=2")
+@pytest.mark.parametrize("layout", ["dp=2,ep=2", "dp=2,ep=2,zero=3", "tp=2", "pp=2"])
+def test_upcycling_reads_the_same_in_every_layout(base, text, tmp_path, layout):
+    """Of a Hugging Face folder; a learning rate of nearly 0 leaves the weights as they were read."""
+    still = [*UPCYCLED, "optim.lr=1e-20", "optim.weight_decay=0"]
+    recipe = continued(base.parent / "exported", text, *still, layout=layout)
+    run_ranks(2, started, recipe, tmp_path / "run")
+    dense, found = weights_of(store.latest(base)), weights_of(store.latest(tmp_path / "run"))
+    for name, weight in found.items():
+        if ".experts." in name:
+            every = [dense[name.replace(".experts.", ".") + ".weight"]] * 4
+            assert torch.equal(weight, torch.stack(every)), name
+        elif ".router." not in name:
+            assert torch.equal(weight, dense[name]), name
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            ["model.expert_ffn_dim=64"],
+            r"mlp.gate_up.weight has the shape \(\d+, 32\) there, and \(128, 32\) here",
+        ),
+        (["model.shared_experts=1"], "it has no weight blocks.0.mlp.shared.gate_up.weight"),
+        (["model.arch=qwen3_moe"], "it has no weight blocks.0.attention.norm_q.weight"),
+    ],
+)
+def test_what_cannot_be_upcycled_is_refused(base, text, more, message):
+    recipe = resolve(continued(base, text, *UPCYCLED, *more), vocab_size=257)
+    with pytest.raises(UserError, match=message):
+        initial(recipe)

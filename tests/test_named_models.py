@@ -44,9 +44,9 @@ ROUNDED = {
         "arXiv 2201.11990: two digits; the vocabulary is padded for tensor parallelism",
     ),
     "deepseek-v3": (
-        671e9,
+        682.5e9,
         1e-3,
-        "arXiv 2412.19437: three digits; the main model, without multi-token prediction",
+        "arXiv 2412.19437: 671B; and 11.5B for a second token, by the README of its weights",
     ),
     "bert-base-mlm": (
         110e6,

@@ -62,6 +62,17 @@ SLOW = {
         [*MOE, "model.arch=deepseek", "model.kv_heads=none", "model.layers=2", "train.global_batch_size=4"],
         "h100:4",
     ),
+    "multi-token prediction": (
+        [
+            *MOE,
+            "model.arch=deepseek",
+            "model.kv_heads=none",
+            "model.layers=2",
+            "model.mtp_depth=1",
+            "train.global_batch_size=4",
+        ],
+        "h100:4",
+    ),
     "experts in every block": ([*MOE, "model.dense_layers=0", "train.global_batch_size=8"], "h100:4x2"),
     "experts of a long sequence": ([*MOE, "model.layers=4", "model.seq_len=16384"], "a100:2x4"),
     "long sequences, more blocks": (["model.layers=6", "model.seq_len=65536"], "h100:2x4"),

@@ -64,9 +64,9 @@ class Source:
         """The elements of a weight in a box (None: all). Raises UserError: they are damaged, or not finite."""
         if self.reader:
             return self.reader.read("model", name, box)
-        tensor = self._made[name]()
+        tensor = self._made[name](span=box[0] if box else None)
         if box is not None:
-            tensor = tensor[tuple(slice(*span) for span in box)]
+            tensor = tensor[(slice(None), *(slice(*span) for span in box[1:]))]
         if why := store.odd_numbers(tensor):
             raise UserError(f"{self.folder}: weight {name} {why}")
         return tensor

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from fivefold.kernels.hashing import hash_, indices, keys
 from fivefold.models import file_of
+from fivefold.models.ahead import Ahead, Further, loss_with_further
 from fivefold.models.layers import AddNorm, Output
 from fivefold.models.section import ModelSection
 from fivefold.sharding.parts import Part, Shape, boxes, local_shape
@@ -41,6 +42,8 @@ class LanguageModel(nn.Module, ABC):
     """
 
     blocks: nn.ModuleDict
+    mtp_loss: Tensor | float = 0.0
+    """The loss of multi-token prediction, added up over microbatches by their weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,6 +69,7 @@ class LanguageModel(nn.Module, ABC):
         cache: Cache | None = None,
         positions_T: Tensor | None = None,
         documents: Documents | None = None,
+        further: Further | None = None,
     ) -> Tensor:
         """Tokens (B, T) -> logits (B, T, V), fp32; with targets (B, T) -> mean loss over targets other than -100.
 
@@ -74,7 +78,8 @@ class LanguageModel(nn.Module, ABC):
         needs.
         positions_T: the tokens' positions in their sequence; None: 0, 1, 2, ... after the cache. documents: those in
         the sequences. Attention does not cross them, and learned positions begin anew in each. (Rotary ones need not:
-        attention sees their differences only.)
+        attention sees their differences only.) further: tokens and targets of multi-token prediction, which runs in
+        training only.
         """
         if positions_T is None:
             start = 0 if cache is None else cache.length
@@ -85,10 +90,14 @@ class LanguageModel(nn.Module, ABC):
         context = self.context(positions_T)
         apart = {} if documents is None else {"documents": documents}
         for number, block in self.blocks.items():
+            if getattr(block, "ahead", None) is not None:
+                break
             cached = {} if cache is None else {"cache": cache[int(number)]}
             x_BTD = block(x_BTD, *context, **cached, **apart)
         if not self.last:
             return x_BTD
+        if further is not None and targets_BT is not None and self.training:
+            return loss_with_further(self, x_BTD, targets_BT, further, positions_T, *context, **apart)
         if cache is not None and targets_BT is None:
             x_BTD = x_BTD[:, -1:]
         return self.end(x_BTD, targets_BT)
@@ -106,6 +115,7 @@ class PreNormBlock(nn.Module):
         super().__init__()
         self.norm1, self.attention, self.norm2, self.mlp = norm1, attention, norm2, mlp
         self.dropout = dropout
+        self.ahead: Ahead | None = None  # set in blocks of multi-token prediction
 
     def forward(
         self,
@@ -113,11 +123,15 @@ class PreNormBlock(nn.Module):
         *tables: Tensor,
         cache: LayerCache | None = None,
         documents: Documents | None = None,
+        tokens: Tensor | None = None,
     ) -> Tensor:
-        """tables: the model's `context`."""
+        """tables: the model's `context`. tokens: embedded, (B, T, D), for multi-token prediction."""
+        if self.ahead is not None and tokens is not None:
+            x_BTD = self.ahead(x_BTD, tokens)
         attended_BTD = self.attention(self.norm1(x_BTD), *tables, cache=cache, documents=documents)
         x_BTD, normed_BTD = self.norm2(x_BTD, F.dropout(attended_BTD, self.dropout, self.training))
-        return x_BTD + F.dropout(self.mlp(normed_BTD), self.dropout, self.training)
+        x_BTD = x_BTD + F.dropout(self.mlp(normed_BTD), self.dropout, self.training)
+        return x_BTD if self.ahead is None else self.ahead.norm(x_BTD)
 
 
 def block_dict(blocks: list[nn.Module]) -> nn.ModuleDict:

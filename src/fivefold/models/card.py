@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fivefold.errors import UserError
 from fivefold.models import MASKED_SHARE, Objective, file_of, predicted, work
-from fivefold.models.operations import ByKind, Operation, Program, Sizes, Work
+from fivefold.models.operations import ByKind, Matmul, Operation, Program, Saved, Sizes, Work
 from fivefold.models.section import ModelSection
 from fivefold.sharding.parts import TIED, Cut, Shape, matching
 
@@ -59,6 +60,8 @@ class Card(ABC):
     """True if queries, keys and values are made from narrow latent vectors (MLA)."""
     has_experts = False
     """True if some blocks have a mixture of experts as feed-forward."""
+    multi_token = False
+    """True if blocks behind the last one may predict further tokens (models/ahead.py)."""
     whole_sequences: tuple[str, ...] = ()
     """Modules at the model's end that compute with whole sequences under sequence parallelism, in their order, as
     prefixes of names (`norm.`). The sequence is gathered before the first of them; the output layer follows them."""
@@ -72,9 +75,10 @@ class Card(ABC):
     the norm of a head. Under tensor parallelism their gradients are partial sums."""
 
     def __init__(self, model: ModelSection) -> None:
-        self.model = model
-        self.tied = bool(model.tie_embeddings)
-        """True if the output layer shares the embedding's weight."""
+        self.model, self.further = model, model.mtp_depth
+        self.tied = bool(model.tie_embeddings) or self.further > 0
+        """True if the model's end computes with the embedding's weight, too: as output layer, or with the tokens of
+        multi-token prediction."""
 
     @cached
     def parameters(self) -> dict[str, Shape]:
@@ -100,12 +104,13 @@ class Card(ABC):
     @cached
     def mixed(self) -> tuple[bool, ...]:
         """`is_mixed` of every block."""
-        return tuple(map(self.is_mixed, range(self.model.layers)))
+        return tuple(map(self.is_mixed, range(self.model.depth)))
 
     @cached
     def count(self) -> int:
         """Number of parameters. One block of each kind is counted, so that a sweep over sizes stays fast."""
-        layers, mixed = self.model.layers, self.mixed_blocks()
+        layers = self.model.layers
+        mixed = self.mixed_blocks() - self.further * self.has_experts
         rest = type(self)(self.model.model_copy(update={"layers": 0})).table()
         total = sum(map(math.prod, rest.values()))
         for kind, blocks in ((False, layers - mixed), (True, mixed)):
@@ -163,13 +168,13 @@ class Card(ABC):
     def costs(self) -> tuple[list[float], float, float]:
         """FLOPs per token, forward and backward, of each block, of what comes before them and of what comes after."""
         model = self.model
-        blocks, head = [self.attention_flops(number) for number in range(model.layers)], 0.0
+        blocks, head = [self.attention_flops(number) for number in range(model.depth)], 0.0
         for name, shape in self.parameters.items():
             matmul = 6.0 * self.active(name, math.prod(shape)) if len(shape) > 1 else 0.0
             if name.startswith("blocks."):
                 blocks[int(name.split(".")[1])] += matmul
-            elif not name.startswith("embed") or (name == TIED and self.tied):
-                head += matmul
+            elif not name.startswith("embed") or (name == TIED and model.tie_embeddings):
+                head += matmul * (1 + self.further)
         embedding = 12.0 * model.dim  # no matmul: a row is read, and its gradient is added
         return blocks, embedding, head * (MASKED_SHARE if self.objective == "mlm" else 1.0)
 
@@ -184,7 +189,7 @@ class Card(ABC):
 
     def mixed_blocks(self) -> int:
         """Number of blocks with experts."""
-        return sum(map(self.is_mixed, range(self.model.layers))) if self.has_experts else 0
+        return sum(map(self.is_mixed, range(self.model.depth))) if self.has_experts else 0
 
     @property
     def load_sums(self) -> tuple[int, int]:
@@ -198,8 +203,12 @@ class Card(ABC):
         # Each sequence has as many rows of logits as predicted tokens. If sequences are cut, the rows are spread
         # unevenly; the average is used.
         rows = s.B * predicted(self.objective, s.model.seq_len) / s.cp
-        end = work.end(s, program.of(eager=True), rows, bool(self.whole_sequences), self.biased)
-        return Work(blocks, work.begin(s, program), end)
+        begin, eager = work.begin(s, program), program.of(eager=True)
+        end = work.end(s, eager, rows, bool(self.whole_sequences), self.biased)
+        for depth in range(1, self.further + 1):
+            some = [*begin, *ahead_operations(s, program), *end[1:3]]
+            end = [*end, *(replace(op, name=f"{op.name} {depth}") for op in some)]
+        return Work(blocks, begin, end)
 
     def block_operations(self, s: Sizes, program: Program, mixed: bool = False) -> list[Operation]:
         """Operations of one block, in forward order. mixed: True if the block has experts."""
@@ -221,13 +230,16 @@ class Card(ABC):
     def blocks(self) -> dict[str, Shape]:
         """The parameters of all blocks."""
         found: dict[str, Shape] = {}
-        for number in range(self.model.layers):
+        for number in range(self.model.depth):
             found |= under(f"blocks.{number}", self.block(number))
+            if number >= self.model.layers:
+                found |= under(f"blocks.{number}.ahead", ahead(self.model.dim))
         return found
 
     def output(self) -> dict[str, Shape]:
         """The output layer's weight, if it has its own."""
-        return {} if self.tied else {"head.weight": (self.model.vocab_size or 0, self.model.dim)}
+        model = self.model
+        return {} if model.tie_embeddings else {"head.weight": (model.vocab_size or 0, model.dim)}
 
 
 @lru_cache(maxsize=256)
@@ -253,8 +265,9 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def active_parameters(model: ModelSection) -> int:
-    """Number of parameters that compute a token: all, but only the routed experts that the token goes to."""
-    card = _resolved(model)
+    """Number of parameters that compute a token in generation: all but those of multi-token prediction, and only the
+    routed experts that the token goes to."""
+    card = _resolved(model.model_copy(update={"mtp_depth": 0}))
     return sum(card.active(name, math.prod(shape)) for name, shape in card.parameters.items())
 
 
@@ -270,13 +283,18 @@ def flops_per_token(model: ModelSection, pairs: float = 1.0) -> float:
     share of the pairs of tokens that attention sees, if a sequence holds several documents."""
     card = _resolved(model)
     blocks, _, head = card.costs
-    hidden = (1 - pairs) * sum(map(card.attention_flops, range(card.model.layers))) if pairs < 1 else 0.0
+    hidden = (1 - pairs) * sum(map(card.attention_flops, range(card.model.depth))) if pairs < 1 else 0.0
     return sum(blocks) + head - hidden
 
 
 def _resolved(model: ModelSection) -> Card:
     assert model.vocab_size is not None, "the vocabulary's size must be given"
     return card_of(resolve_model(model, vocab_size=model.vocab_size))
+
+
+def copied(name: str) -> str:
+    """The parameter of a dense block that experts may be copies of; "": it is none of theirs."""
+    return f"{name.replace('.mlp.experts.', '.mlp.')}.weight" if ".mlp.experts." in name else ""
 
 
 def under(prefix: str, table: dict[str, Shape]) -> dict[str, Shape]:
@@ -307,6 +325,26 @@ def attention(model: ModelSection, bias: bool) -> dict[str, Shape]:
     """Parameters of attention. Rows of `qkv`: query heads, key heads, value heads."""
     D, d, H, K = model.dim, model.head_width, model.heads, model.kv_heads or model.heads
     return linear("qkv", D, d * (H + 2 * K), bias) | linear("out", d * H, D, bias)
+
+
+def ahead(D: int) -> dict[str, Shape]:
+    """Parameters that a block of multi-token prediction has besides."""
+    norms = {name: under(name, rms_norm(D)) for name in ("token_norm", "hidden_norm", "norm")}
+    return norms["token_norm"] | norms["hidden_norm"] | linear("project", 2 * D, D, False) | norms["norm"]
+
+
+def ahead_operations(s: Sizes, program: Program) -> list[Operation]:
+    """What a block of multi-token prediction does besides (models/ahead.py). Full recomputation keeps both inputs only:
+    the embedded tokens, and one that counts as the block's own."""
+    D, e, n = s.model.dim, s.e, s.n
+    joined = Saved("joined", 2 * n * D * s.kept(program.narrow_factors), "normed")
+    return [
+        work.norm("token norm", s, program, "input"),
+        work.norm("hidden norm", s, program, "normed"),
+        Operation("join", forward=4 * n * D * e, backward=4 * n * D * e),
+        Operation("project", Matmul(n, D, 2 * D), saved=(joined,), workspace=2 * n * D * e),
+        work.norm("norm", s, program, "normed"),
+    ]
 
 
 def swiglu(D: int, F: int) -> dict[str, Shape]:

@@ -63,6 +63,7 @@ class CustomModel:
     """
 
     has_experts = False
+    further = 0
 
     def __init__(self, module: nn.Module, card: ModuleCard | None = None, patterns: str = "") -> None:
         self._module = ref(module)  # tables are cached by their model, and must not keep weights

@@ -9,8 +9,9 @@ weights.
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,7 @@ from fivefold.models.card import card_of, resolve_model
 from fivefold.models.rules import model_rules
 from fivefold.models.section import ModelSection
 from fivefold.precision import DTYPES
+from fivefold.precision.fp8 import BLOCK
 from fivefold.sharding.parts import Shape
 
 if TYPE_CHECKING:
@@ -89,6 +91,10 @@ Fields = dict[str, tuple[str, Any]]
 """Of a key of config.json: our field, and the value that a file without the key means; NEEDED: no file is without it. A
 fraction that is meant says that any number is read as one."""
 NEEDED = object()
+SCALE = "_scale_inv"
+"""What the name of a weight's scales has behind that of the weight."""
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
+"""The quantisation that is read: DeepSeek-V3's."""
 ANYWHERE = {"transformers_version", "use_cache", "bos_token_id", "eos_token_id", "dtype", "_name_or_path"}
 """Keys of config.json that change nothing of the computation, whatever the kind."""
 WRONG = "config.json has a wrong value (fields named as in our recipes)"
@@ -109,7 +115,8 @@ def to_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tensor]
             tensor = tensor.flatten(0, 1)
         parts = tensor.split(list(entry.rows)) if entry.rows else [tensor]
         theirs.update(zip(entry.theirs, parts, strict=True))
-    return theirs
+    copies = _copies(_exchange_of(model), model)  # files have no two names for one weight
+    return theirs | {name: theirs[original].clone() for name, original in copies.items()}
 
 
 def require_weights(state: Mapping[str, Tensor], model: ModelSection) -> None:
@@ -129,28 +136,41 @@ def from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tenso
     return {name: make() for name, make in made_from_hf(state, model).items()}
 
 
-def made_from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Callable[[], Tensor]]:
-    """Functions that make our weights of theirs, by name, each at its call. Raises UserError: weights are missing,
-    unknown, of another shape or dtype than `model` says, or stored twice with different values; all of it in one
-    message."""
+def made_from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Callable[..., Tensor]]:
+    """Functions that make our weights of theirs, by name, each at its call; or of a weight only the rows of a `span`.
+    Weights in 8 bits with a scale per block become those of the embedding's dtype. Raises UserError: weights are
+    missing, unknown, of another shape or dtype than `model` says, or stored twice with different values; all of it in
+    one message."""
     exchange = file_of(model.arch, "hf")
     rename = getattr(exchange, "rename", str)
     given = {new: tensor for name, tensor in state.items() if (new := rename(name)) is not None}
-    entries = exchange.entries(model)
+    entries, copies = exchange.entries(model), exchange.TIED | _copies(exchange, model)
     wanted = {name for entry in entries for name in entry.theirs}
+    scales = {name: given.pop(name + SCALE) for name in sorted(wanted) if name + SCALE in given}
     problems = [f"weight {name} is missing" for name in sorted(wanted - given.keys())]
     for name in sorted(given.keys() - wanted):
-        original = exchange.TIED.get(name)
+        original = copies.get(name)
         if original is None:
             problems.append(f"weight {name} is not part of {exchange.ARCHITECTURE}")
         elif original in given and not given[name].equal(given[original]):
             problems.append(
-                f"weight {name} differs from {original}, though config.json says that they are tied"
+                f"weight {name} differs from {original}, though config.json says that they are one"
             )
     _raise_all("the weights do not fit config.json", problems)
 
     shapes = card_of(model).parameters | card_of(model).buffers
-    ours: dict[str, Callable[[], Tensor]] = {}
+    ours: dict[str, Callable[..., Tensor]] = {}
+    wide = given[entries[0].theirs[0]].dtype  # of the embedding, which is never in 8 bits
+    dtypes = {name: t.dtype if _name(t.dtype) in NAMES else None for name, t in given.items()}
+    dtypes |= dict.fromkeys(scales, wide)
+    for name, scale in scales.items():
+        (R, C), blocks = given[name].shape, tuple(scale.shape)
+        if _name(given[name].dtype) != "float8_e4m3fn" or blocks != (-(-R // BLOCK), -(-C // BLOCK)):
+            problems.append(
+                f"weight {name} has dtype {_name(given[name].dtype)}, and scales {blocks}; allowed: float8_e4m3fn with "
+                f"a scale for each {BLOCK} x {BLOCK} block"
+            )
+    _raise_all("the weights do not fit config.json", problems)
     for entry in entries:
         parts = [given[name] for name in entry.theirs]
         expected = shapes[entry.ours]
@@ -161,19 +181,54 @@ def made_from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, 
                 problems.append(
                     f"weight {name} has shape {tuple(part.shape)}, config.json asks for {(rows, *rest)}"
                 )
-            elif _name(part.dtype) not in NAMES or part.dtype != parts[0].dtype:
+            elif (dtype := dtypes[name]) is None or dtype != dtypes[entry.theirs[0]]:
                 allowed = f"{', '.join(NAMES)}, the same for {' and '.join(entry.theirs)}"
                 problems.append(f"weight {name} has dtype {_name(part.dtype)}; allowed: {allowed}")
-        ours[entry.ours] = partial(_ours, parts, expected, entry.transpose)
+        whole = [
+            partial(_whole, part, scales.get(name), wide)
+            for name, part in zip(entry.theirs, parts, strict=True)
+        ]
+        ours[entry.ours] = partial(_ours, whole, first_dims, expected, entry.transpose)
     _raise_all("the weights do not fit config.json", problems)
     return ours
 
 
-def _ours(parts: list[Tensor], shape: Shape, transpose: bool) -> Tensor:
+def _ours(
+    parts: list[Callable[[], Tensor]],
+    rows: Sequence[int],
+    shape: Shape,
+    transpose: bool,
+    span: tuple[int, int] | None = None,
+) -> Tensor:
+    """Ours, or of a stack of several the entries [span) of its first dim, from no more of their `parts` than needed."""
     import torch
 
-    tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
-    return tensor.t().contiguous() if transpose else tensor.view(shape)
+    if len(parts) == 1 or span is None:
+        tensor = torch.cat([part() for part in parts]) if len(parts) > 1 else parts[0]()
+        tensor = tensor.t().contiguous() if transpose else tensor.view(shape)
+        return tensor if span is None else tensor[slice(*span)]
+    each, at, found = math.prod(shape[1:-1]), 0, []
+    start, stop = each * span[0], each * span[1]
+    for part, count in zip(parts, rows, strict=True):
+        if max(start, at) < min(stop, at + count):
+            found.append(part()[max(start - at, 0) : min(stop - at, count)])
+        at += count
+    return torch.cat(found).view(span[1] - span[0], *shape[1:])
+
+
+def _whole(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A weight of theirs; if it is in 8 bits, times the scale of each block, in fp32, rounded to `dtype` (DeepSeek-V3,
+    arXiv 2412.19437, section 3.3)."""
+    if scale is None:
+        return weight
+    R, C = weight.shape
+    factors = scale.float().repeat_interleave(BLOCK, 0)[:R].repeat_interleave(BLOCK, 1)[:, :C]
+    return weight.float().mul_(factors).to(dtype)
+
+
+def _copies(exchange: ModuleType, model: ModelSection) -> dict[str, str]:
+    """Their weights that are copies of others, though none is tied."""
+    return exchange.copies(model) if hasattr(exchange, "copies") else {}
 
 
 def _name(dtype: torch.dtype | str) -> str:
@@ -211,8 +266,12 @@ def from_hf_config(config: Mapping[str, Any], folder: Path | None = None) -> Mod
             f'config.json: model_type = "{kind}" is not supported; {near}. Supported: {", ".join(kinds)}'
         )
     fields, problems = _read(kinds[kind], config)
-    if config.get("quantization_config"):
-        problems.append("quantization_config is set; only unquantised weights are supported")
+    quantised = config.get("quantization_config") or {}
+    for key, value in FP8.items() if quantised else ():
+        if quantised.get(key, value if key == "fmt" else None) != value:
+            problems.append(
+                f"quantization_config has {key} = {quantised.get(key)}; only {value} is supported"
+            )
     _raise_all("config.json asks for what our model does not compute", problems)
     try:
         model = ModelSection(**fields)

@@ -119,7 +119,8 @@ class Exchange(nn.Module):
 
 
 class Router(nn.Module):
-    """Scores and choice of experts, in fp32. `bias` (E) is a buffer; it exists only if it balances the load."""
+    """Scores and choice of experts, in fp32. `bias` (E) and `load` (E), each expert's share of the last step's slots,
+    are buffers. They exist only if they balance the load."""
 
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
@@ -130,6 +131,8 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts, model.dim))
         self.bias: Tensor | None
         self.register_buffer("bias", torch.zeros(experts) if model.balance == "bias" else None)
+        self.load: Tensor | None
+        self.register_buffer("load", torch.zeros(experts) if model.balance_scope == "batch" else None)
 
     def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The chosen experts (N, K), their weights (N, K), all scores as shares that sum to 1 (N, E), logits (N, E)."""
@@ -221,7 +224,8 @@ class Mixture(nn.Module):
     def attach(self, y_ND: Tensor, shares_NE: Tensor, logits_NE: Tensor, way: Assignment) -> Tensor:
         """y, whose backward brings the router's own terms and facts."""
         with nullcontext() if self.aux_weight > 0 else torch.no_grad():
-            aux = balance_loss(shares_NE, self.total(way.chosen_E))
+            load = self.router.load
+            aux = balance_loss(shares_NE, self.total(way.chosen_E) if load is None else load)
         with nullcontext() if self.z_weight > 0 else torch.no_grad():
             z = logits_NE.logsumexp(-1).square().mean()
         with torch.no_grad():
@@ -252,8 +256,8 @@ def best_groups(scores_NE: Tensor, groups: int, count: int) -> Tensor:
 
 def balance_loss(shares_NE: Tensor, chosen_E: Tensor) -> Tensor:
     """E x the sum over experts of (share of slots that chose it) x (mean score): 1 at even load, E at worst. Only the
-    scores have a gradient (arXiv 2101.03961, equation 4). chosen_E: slots of each expert."""
-    share_E = chosen_E / chosen_E.sum()
+    scores have a gradient (arXiv 2101.03961, equation 4). chosen_E: slots of each expert; if there are none it is 0."""
+    share_E = chosen_E / chosen_E.sum().clamp(min=torch.finfo(torch.float32).tiny)
     return shares_NE.shape[1] * (share_E * shares_NE.mean(0)).sum()
 
 

@@ -68,7 +68,25 @@ def model_rules(model: ModelSection, tp: int = 1) -> Iterator[Contradiction]:
             {"model.rope_mscale", "model.rope_scaling"},
             f'model.rope_mscale = {model.rope_mscale} needs model.rope_scaling = "yarn", not "{model.rope_scaling}"',
         )
+    if card.multi_token:
+        yield from _multi_token(model)
     yield from card.rules()
+
+
+def _multi_token(model: ModelSection) -> Iterator[Contradiction]:
+    """Rules of multi-token prediction."""
+    if model.mtp_depth >= model.seq_len - 1:
+        yield (
+            {"model.mtp_depth", "model.seq_len"},
+            f"model.mtp_depth = {model.mtp_depth} leaves no target in sequences of model.seq_len = {model.seq_len} "
+            f"tokens. Nearest valid: {model.seq_len - 2}",
+        )
+    if not model.mtp_depth and model.mtp_weight != PLAIN.mtp_weight:
+        yield (
+            {"model.mtp_weight", "model.mtp_depth"},
+            f"model.mtp_weight = {model.mtp_weight} has no effect: model.mtp_depth = 0 predicts no further token. "
+            "Nearest valid: leave mtp_weight out, or set model.mtp_depth = 1",
+        )
 
 
 WORDS = {
@@ -77,6 +95,7 @@ WORDS = {
     "free_heads": "heads of their own width",
     "attention_biases": "biases that only attention has",
     "latent_attention": "latent attention",
+    "multi_token": "modules for multi-token prediction",
 }
 """Facts of cards in words."""
 
@@ -138,11 +157,22 @@ FREE = {
     "capacity_factor",
     "aux_loss_weight",
     "balance_rate",
+    "balance_scope",
     "z_loss_weight",
+    "mtp_weight",
 }
 """Fields that only say how a run trains."""
 EXTENDED = {name for name in ModelSection.model_fields if name.startswith("rope_") and name != "rope_dim"}
 """Fields that may change on purpose, for longer contexts."""
+
+
+def upcycled(theirs: ModelSection, mine: ModelSection) -> ModelSection:
+    """Their model with the experts of mine, if theirs is dense: each a copy of its feed-forward layer (sparse
+    upcycling, arXiv 2212.05055). Shapes of weights say whether that is possible."""
+    if card_of(theirs).has_experts or not card_of(mine).has_experts:
+        return theirs
+    names = ("arch", *(name for name, fact in FACTS.items() if fact == "has_experts"))
+    return theirs.model_copy(update={name: getattr(mine, name) for name in names})
 
 
 def differences(mine: ModelSection, theirs: ModelSection) -> tuple[list[str], str]:

@@ -27,6 +27,8 @@ WIDEST = 1 << 20
 LONGEST = 1 << 27
 """Tokens of a sequence."""
 MOST_EXPERTS = 1 << 14
+MOST_AHEAD = 64
+"""Modules of multi-token prediction."""
 LARGEST = 1 << 53
 """Any other whole number: so a float holds it exactly."""
 
@@ -142,14 +144,28 @@ class ModelSection(Section):
     per expert, added to its scores when experts are chosen, follows the load, arXiv 2408.15664), `none`."""
     aux_loss_weight: float = _of("has_experts", 0.01, ge=0)
     """Weight of the balance term, which is 1 at even load. Only with `balance = "aux"`."""
+    balance_scope: Literal["microbatch", "batch"] = _of("has_experts", "microbatch")
+    """Tokens whose load the balance term weighs: of the microbatch, or of the whole global batch (arXiv 2501.11873), so
+    experts may specialise. That load is the last step's: no microbatch knows the ones behind it. The first step has no
+    balance term then. Only with `balance = "aux"`."""
     balance_rate: float = _of("has_experts", 0.001, ge=0)
     """Change of an expert's bias per step. Only with `balance = "bias"`."""
     z_loss_weight: float = _of("has_experts", 0.0, ge=0)
     """Weight of the router z-loss (arXiv 2202.08906; 0.001 there), the mean squared log-sum-exp of the router's logits.
     It keeps them small."""
+    mtp_depth: int = _of("multi_token", 0, ge=0, le=MOST_AHEAD)
+    """Modules behind the blocks, each with a block of its own, that predict one token further each (multi-token
+    prediction, DeepSeek-V3, arXiv 2412.19437, section 2.2). They run in training only. 0: none."""
+    mtp_weight: float = _of("multi_token", 0.3, ge=0)
+    """Weight of the mean of their losses beside the main one (DeepSeek-V3: 0.3, later 0.1). Only with `mtp_depth`."""
     capacity_factor: float = _of("has_experts", 0.0, ge=0)
     """Maximum load of an expert in training, relative to its even share of a microbatch's tokens. Further tokens skip
     the expert (arXiv 2101.03961). 0: no limit, no token is dropped."""
+
+    @property
+    def depth(self) -> int:
+        """Number of all blocks, with those of multi-token prediction. These are the last."""
+        return self.layers + self.mtp_depth
 
     @property
     def head_width(self) -> int:

@@ -457,8 +457,9 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
     ]
     learns = (model.balance == "aux" and model.aux_loss_weight > 0) or model.z_loss_weight > 0
     sums = [Operation("experts' sum", kernels=0, sent_forward=summed)] if summed else []
-    # The counts of each expert, over ranks that have parts of a sequence, for the router's own loss terms.
-    total = tuple(m for load in loads(s.sp) for m in s.sends(load, E)[0])
+    # The counts of each expert in a microbatch, over ranks that have parts of a sequence, for the balance term.
+    each = model.balance_scope == "microbatch"
+    total = tuple(m for load in loads(s.sp) for m in s.sends(load, E)[0] if each)
     sums += [Operation("balance", kernels=0, sent_forward=total)] if total else []
     # Only if the router's own loss terms have a gradient does recomputation get this far.
     return [*ops, *(replace(op, part="" if learns else "never") for op in sums)]

@@ -425,10 +425,13 @@ class Balance:
 
     @torch.no_grad()
     def update(self, skip: Tensor) -> None:
-        """Lowers the bias of experts with more than an even share and raises the others, by a fixed rate. skip: 1: not
-        in this step (fp32 scalar)."""
+        """Lowers the bias of experts with more than an even share and raises the others, by a fixed rate; and notes the
+        load, if it is that of whole batches. skip: 1: not in this step (fp32 scalar)."""
         for number, mixture in self.layers.items():
+            slots = self.sums[self.rows[number], :-4]
+            if mixture.router.load is not None:
+                share = (slots / slots.sum().clamp(min=1)).float()
+                mixture.router.load += (share - mixture.router.load) * (1 - skip)
             if mixture.router.bias is not None:
-                slots = self.sums[self.rows[number], :-4]
                 step = self.model.balance_rate * (slots.mean() - slots).sign().float()
                 mixture.router.bias += step * (1 - skip)

@@ -19,6 +19,7 @@ from fivefold.errors import UserError
 from fivefold.host.tables import best_all_reduce
 from fivefold.kernels.blockwise_attention import Documents
 from fivefold.launch.ranks import Ranks, connect, group_options
+from fivefold.models.ahead import Further, further
 from fivefold.schedules.collectives import Primitive
 from fivefold.schedules.collectives.registry import AUTO, LIBRARY, chosen, resolved
 from fivefold.schedules.compression import NONE
@@ -38,7 +39,8 @@ class Mesh:
     and "run", all ranks. Attribute `layout` is the replica group's, as `divided` and `in_step` are, and `rank` the
     number in it. replica_group: this launch's, if each replica group is a launch of its own: its mesh then has no other
     replica group (`apart`). overlap: the axis "outer" has a group of its own: its sums are under way on a thread while
-    a step's figures are summed over "replica_groups". causal: the model's tokens see earlier ones only.
+    a step's figures are summed over "replica_groups". causal: the model's tokens see earlier ones only. further: tokens
+    that it predicts beyond the next one.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Mesh:
         replica_group: int | None = None,
         overlap: bool = False,
         causal: bool = True,
+        further: int = 0,
     ):
         """Raises UserError if ZeRO++ needs other nodes."""
         own = replica_group_layout(layout, replica_groups)
@@ -56,7 +59,7 @@ class Mesh:
         assert here.ranks == ranks.world, f"{here.ranks} ranks in the layout, {ranks.world} in the launch"
         self.layout, self.device = on_nodes(own, ranks.local_world), ranks.device
         self.divided, self.in_step = own.divided, own.in_step
-        self._ranks, self.causal = ranks, causal
+        self._ranks, self.causal, self.further = ranks, causal, further
         node, local = self.layout.ranks_per_node, ranks.local_world
         if self.layout.zeropp != NONE and node and local % node:
             raise UserError(
@@ -187,7 +190,7 @@ class Microbatch(NamedTuple):
     documents: the documents in these sequences, in all of their columns; None: a sequence is one document. weight: the
     factor of the mean loss: this microbatch's targets, relative to the average microbatch of the global batch. So a
     step's loss is the mean over all of its targets, wherever they lie. positions: (T), of this rank's columns; None:
-    0, 1, 2, ...
+    0, 1, 2, ... further: of these columns, for multi-token prediction.
     """
 
     inputs: Tensor
@@ -195,10 +198,12 @@ class Microbatch(NamedTuple):
     documents: Documents | None = None
     weight: float = 1.0
     positions: Tensor | None = None
+    further: Further | None = None
 
     def options(self) -> dict[str, Any]:
         """The model's arguments besides tokens."""
-        given = {"positions_T": self.positions, "documents": self.documents}
+        further = self.further and self.further._replace(weight=self.weight)
+        given = {"positions_T": self.positions, "documents": self.documents, "further": further}
         return {name: value for name, value in given.items() if value is not None}
 
 
@@ -227,13 +232,17 @@ def divided(inputs_BT: Tensor, targets_BT: Tensor, first_BT: np.ndarray | None, 
     """This rank's part of whole sequences, which are on its device. first_BT: the column at which the document of each
     token begins; None: a sequence is one document."""
     documents = None if first_BT is None else Documents(first_BT, mesh.device)
+    ahead = None
+    if mesh.further:
+        ahead = further(inputs_BT, targets_BT, documents and documents.first, mesh.further)
     if (c := mesh.size("cp")) == 1:
-        return Microbatch(inputs_BT, targets_BT, documents)
+        return Microbatch(inputs_BT, targets_BT, documents, further=ahead)
     T, index = inputs_BT.shape[1], mesh.index("cp")
     mine: Sequence[Span] = token_spans(mesh.layout, T, index)
     if documents is not None and deals(mesh.layout):
         documents.columns = documents.tiling.dealt(c, mesh.causal)
         mine = documents.columns[index]
-    whole = inputs_BT, targets_BT, torch.arange(T, device=mesh.device)
-    inputs, targets, places = (torch.cat([x[..., a:b] for a, b in mine], dim=-1) for x in whole)
-    return Microbatch(inputs, targets, documents, positions=places)
+    whole = inputs_BT, targets_BT, torch.arange(T, device=mesh.device), *(ahead[:2] if ahead else ())
+    inputs, targets, places, *more = (torch.cat([x[..., a:b] for a, b in mine], dim=-1) for x in whole)
+    ahead = ahead and Further(more[0], more[1], ahead.counts)
+    return Microbatch(inputs, targets, documents, positions=places, further=ahead)

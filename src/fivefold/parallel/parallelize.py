@@ -172,7 +172,7 @@ def cut(
     or a user's own, which keeps its memory. table: this rank's parts of the parameters."""
     layout, model = mesh.layout, recipe.model
     own = card if isinstance(card, CustomModel) else None
-    modes = of_blocks(layout.recompute, model.layers if own is None else own.blocks)
+    modes = of_blocks(layout.recompute, model.depth if own is None else own.blocks)
 
     def whole() -> nn.Module:
         if own is None:
@@ -247,10 +247,10 @@ def rounding(recipe: Recipe) -> RoundedMatmuls | None:
 
 def rounded_blocks(recipe: Recipe) -> range:
     """Numbers of the blocks that round the factors of matmuls."""
-    precision = recipe.precision
+    first, last = recipe.precision.fp8_skip_first, recipe.precision.fp8_skip_last
     if rounding(recipe) is None:
         return range(0)
-    return range(precision.fp8_skip_first, recipe.model.layers - precision.fp8_skip_last)
+    return range(first, recipe.model.layers - last if last else recipe.model.depth)
 
 
 def round_matmuls(stage: nn.Module, recipe: Recipe) -> None:

@@ -339,7 +339,7 @@ class Setting:
     @property
     def recompute(self) -> tuple[str, ...]:
         """The mode of recomputation of each block."""
-        return of_blocks(self.layout.recompute, self.model.layers)
+        return of_blocks(self.layout.recompute, self.model.depth)
 
     @property
     def activation(self) -> float:
@@ -446,7 +446,8 @@ def _stages(
     count = pp * stages_per_rank(name, virtual_stages) if pp > 1 else 1
     if how == "even":
         each = model.layers / count
-        return tuple(range(round(i * each), round((i + 1) * each)) for i in range(count))
+        cut = [range(round(i * each), round((i + 1) * each)) for i in range(count)]
+        return (*cut[:-1], range(cut[-1].start, model.depth))
     # greedy: fills stages in order, each until it exceeds its share of the matmul weights, output layer included
     layer = sum(
         math.prod(s) for n, s in card_of(model).parameters.items() if n.startswith("blocks.0.") and len(s) > 1
@@ -457,13 +458,13 @@ def _stages(
         stop = min(model.layers, math.floor(total * (stage + 1) / count / layer) + 1)
         cut.append(range(start, max(start, stop)))
         start = max(start, stop)
-    return (*cut, range(start, model.layers))
+    return (*cut, range(start, model.depth))
 
 
 @lru_cache(maxsize=1024)
 def _rounded(model: ModelSection, first: int, last: int) -> frozenset[str]:
     """The matrices that layers round, but for those of so many first and last blocks."""
-    card, skipped = card_of(model), (*range(first), *range(model.layers - last, model.layers))
+    card, skipped = card_of(model), (*range(first), *range(model.layers - last, model.depth * (last > 0)))
     outside = tuple(f"{card.stack}.{number}." for number in skipped)
     return frozenset(name for name in card.rounded if not name.startswith(outside))
 

@@ -65,8 +65,9 @@ class Model(Protocol):
     parameters: names and shapes, in the module's order. Names that begin with one of `beginning` belong to the
     beginning, `STACK.N....` to a block, all others to the end. frozen: those that are not trained. cuts: the parameters
     that tensor or expert parallelism cuts. costs: FLOPs per token of each block, of the beginning, of the end. tied:
-    the output layer shares the weight `TIED`. whole_sequences: prefixes of parameters that compute with whole sequences
-    under sequence parallelism. regional: endings of uncut parameters within tensor-parallel regions.
+    the end computes with the weight `TIED`, too. further: blocks that belong to the end. whole_sequences: prefixes of
+    parameters that compute with whole sequences under sequence parallelism. regional: endings of uncut parameters
+    within tensor-parallel regions.
     """
 
     @property
@@ -80,6 +81,9 @@ class Model(Protocol):
 
     @property
     def tied(self) -> bool: ...
+
+    @property
+    def further(self) -> int: ...
 
     @property
     def whole_sequences(self) -> tuple[str, ...]: ...
@@ -193,7 +197,9 @@ def _stage_blocks(model: Model, stages: int, bare_ends: bool) -> tuple[range, ..
     blocks, first, last = model.costs
     if stages == 1:  # also of a user's module without blocks
         return (range(len(blocks)),)
-    return cut(blocks, stages, first, last, bare_ends)
+    movable = len(blocks) - model.further
+    found = cut(blocks[:movable], stages, first, last + sum(blocks[movable:]), bare_ends)
+    return (*found[:-1], range(found[-1].start, len(blocks)))
 
 
 @lru_cache(maxsize=64)

@@ -65,6 +65,7 @@ class State:
     noise: tuple[float, float] = (0.0, 0.0)
     elsewhere: Elsewhere | None = None  # where the frozen weights are that checkpoints leave out
     functions: UserFunctions = NOTHING  # the user's own in place of the recipe's
+    figures: dict[str, Tensor] = field(default_factory=dict)  # further ones of a step, equal on all ranks
     forgotten: str = ""  # what a checkpoint had no place for, in words
     products: Table | None = None  # which library multiplies, on all ranks; None: not known yet
 
@@ -166,8 +167,9 @@ def build_state(
     if memory is None and module is None and functions.card is None and ranks.device.type == "cpu":
         _fits(recipe, layout, ranks)
     total = count_parameters(recipe.model) if module is None else sum(p.numel() for p in module.parameters())
-    overlap, causal = bool(replica_groups.overlap), card_of(recipe.model).causal
-    mesh = Mesh(layout, ranks, replica_groups.count, replica_group, overlap, causal)
+    overlap, spec = bool(replica_groups.overlap), card_of(recipe.model)
+    further = spec.further if module is None else 0
+    mesh = Mesh(layout, ranks, replica_groups.count, replica_group, overlap, spec.causal, further)
     mode = compute_mode(recipe, ranks.device, module is not None)
     dtype, masters = torch_dtype(mode.working), torch_dtype(mode.master)
     reduce = torch_dtype(sent(mode, recipe.precision.reduce))

@@ -179,7 +179,8 @@ def take_step(
         state.outer.step(state.step, recipe.train.steps)
     own = zip(OWN, (loss, norm, asked, state.counts[1]), strict=True)
     balance = state.parallel.balance
-    return Done(lr, {**dict(own), **(balance.figures if balance else {}), **more}, seconds)
+    figures = (balance.figures if balance else {}) | state.figures
+    return Done(lr, {**dict(own), **figures, **more}, seconds)
 
 
 def forward_backward(state: State, microbatches: Sequence[Microbatch], seed: int) -> Tensor:
@@ -210,6 +211,8 @@ def forward_backward(state: State, microbatches: Sequence[Microbatch], seed: int
 
     for replica in parallel.replicas:
         replica.start_step()
+    for stage in parallel.stages if mesh.further else ():
+        stage.mtp_loss = 0.0  # pyright: ignore[reportArgumentType]
     if parallel.balance is not None:
         parallel.balance.start_step(scale if factor is None else factor * scale)
     with parallel.saving(), scaled(factor):
@@ -224,6 +227,10 @@ def forward_backward(state: State, microbatches: Sequence[Microbatch], seed: int
         reduction()
     if parallel.balance is not None:
         parallel.balance.finish()
+    if mesh.further:
+        own = sum(torch.as_tensor(stage.mtp_loss, device=mesh.device) for stage in parallel.stages)
+        figure = torch.as_tensor(own * scale * counted_once(mesh)).double()
+        state.figures = {"mtp_loss": mesh.axis("all").all_reduce(figure)}
     return total * scale * counted_once(mesh)
 
 

@@ -22,9 +22,9 @@ from fivefold.data.dataset import amounts, order_of
 from fivefold.data.tokenizer import Tokenizer, load_tokenizer
 from fivefold.errors import UserError, did_you_mean
 from fivefold.files import expanded, guard, make_folder, read_json, write_atomically
-from fivefold.models.card import card_of, resolve_model
+from fivefold.models.card import card_of, copied, resolve_model
 from fivefold.models.custom import CustomModel, ModuleCard, buffers_of
-from fivefold.models.rules import differences
+from fivefold.models.rules import differences, upcycled
 from fivefold.models.section import ModelSection
 from fivefold.observe.report import INITIAL
 from fivefold.recipe import Recipe, load
@@ -34,6 +34,10 @@ from fivefold.sharding.parts import Shape
 from fivefold.train.checked import meta_of
 from fivefold.train.user_hooks import WITHOUT, UserHooks
 
+LOAD = ".router.load"
+"""The end of the name of a buffer that a run may begin without."""
+ROUTER = (".router.weight", ".router.bias", LOAD)
+"""The ends of names that upcycling begins anew."""
 FINGERPRINT = "the data's fingerprint"  # a key of `identity`, stored in checkpoints
 STAGES = "data.stages"  # [place at which it begins, weight of each source] of each stage
 OWN = ("data", "checkpoint", "observe", "launch", "train.init_from", "layout.offload_dir", "layout.recompute")
@@ -189,7 +193,8 @@ def initial(recipe: Recipe, tokenizer: Tokenizer | None = None, own: CustomModel
     asked = f"train.init_from = {where}"
     # A run's weights may be those of a user's own module, which its recipe does not describe
     if own is None and (source.reader is None or set(source.names()) == set(_names(_model(folder)))):
-        here, there = recipe.model, _model(folder)
+        here, dense = recipe.model, _model(folder)
+        there = upcycled(dense, here)
         different, wrong = differences(here, there)
         if wrong:
             ours, theirs = getattr(here, wrong), getattr(there, wrong)
@@ -198,6 +203,7 @@ def initial(recipe: Recipe, tokenizer: Tokenizer | None = None, own: CustomModel
                 f"of the recipe to take over the folder's (the recipe `continue` does), or set model.{wrong}={theirs}"
             )
         changed = tuple(f"model.{n} = {getattr(here, n)} (there {getattr(there, n)})" for n in different)
+        changed += ("each expert a copy of its block's feed-forward layer",) * (there != dense)
     new = _same_shapes(asked, recipe, source, own)
     if tokenizer is not None and (folder / "tokenizer.json").is_file():
         _same_vocabulary(asked, folder / "tokenizer.json", recipe, tokenizer)
@@ -222,12 +228,14 @@ def _names(model: ModelSection) -> dict[str, Shape]:
 
 
 def _same_shapes(said: str, recipe: Recipe, source: Source, own: CustomModel | None) -> tuple[str, ...]:
-    """The parameters that the source lacks; only a user's own module may have any. Raises UserError: a weight has
-    another shape, or only one side has it."""
+    """The parameters that the source lacks; only a user's own module may have any, and routers whose experts are copies
+    (`upcycled`). Raises UserError: a weight has another shape, or only one side has it."""
     mine, named = (_names(recipe.model), str) if own is None else (own.tensors, own.card.named)
-    known, used, new = set(source.names()), set[str](), []
+    known, used, new, fresh = set(source.names()), set[str](), [], (LOAD,)
     for name, shape in mine.items():
         there = named(name)
+        if own is None and there not in known and copied(there) in known:
+            there, shape, fresh = copied(there), shape[1:], ROUTER
         if there not in known:
             new.append(name)
             continue
@@ -235,6 +243,7 @@ def _same_shapes(said: str, recipe: Recipe, source: Source, own: CustomModel | N
         if source.shape(there) != shape:
             raise UserError(f"{said}: {there} has the shape {source.shape(there)} there, and {shape} here")
     left = sorted(known - used - ({named(name) for name in buffers_of(own.module)[1]} if own else set()))
+    left = [name for name in left if own or not name.endswith(LOAD)]
     if (left and own is None) or len(left) == len(known):
         raise UserError(f"{said}: the model here has no parameter {left[0]}" + did_you_mean(left[0], mine))
     if left:
@@ -242,8 +251,8 @@ def _same_shapes(said: str, recipe: Recipe, source: Source, own: CustomModel | N
             f"{said}: your module has no parameter {left[0]}{did_you_mean(left[0], mine)}. It may have more parameters "
             "than the folder, and must have all of these. `named` of its card translates names"
         )
-    if new and own is None:
-        raise UserError(f"{said}: it has no weight {new[0]}" + did_you_mean(new[0], known))
+    if own is None and (lacks := [name for name in new if not name.endswith(fresh)]):
+        raise UserError(f"{said}: it has no weight {lacks[0]}" + did_you_mean(lacks[0], known))
     return tuple(new)
 
 

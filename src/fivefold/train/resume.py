@@ -19,6 +19,7 @@ from fivefold.comm import all_or_none
 from fivefold.data.tokens import Commit
 from fivefold.errors import UserError
 from fivefold.files import BROKEN
+from fivefold.models.card import copied
 from fivefold.optim.card import COMPENSATION
 from fivefold.recipe import sequences_before
 from fivefold.sharding.parts import Ranges, boxes, local_shape, whole
@@ -146,6 +147,17 @@ def _saved(checkpoint: store.Reader, kind: str, name: str, keeps: Ranges) -> Sav
     return Saved(keeps, partial(checkpoint.read, kind, name), partial(checkpoint.files_of, kind, name))
 
 
+def _upcycled(source: Source, dense: str, keeps: Ranges) -> Saved:
+    """Experts, each a copy of a dense weight."""
+
+    def read(box: Box) -> Tensor:
+        one = source.read(dense, box[1:])
+        return one.expand(box[0][1] - box[0][0], *one.shape)
+
+    reader = source.reader
+    return Saved(keeps, read, lambda box: reader.files_of("model", dense, box[1:]) if reader else set())
+
+
 class Lazily(Mapping[str, Tensor]):
     """Tensors that are read when they are asked for: all moments at once may not fit into memory."""
 
@@ -184,11 +196,14 @@ def load_initial(
         parts = state.parts()
         wanted = [(name, w, parts[name].keeps) for name, w in state.masters().items()]
         wanted += [(name, buffer, whole(buffer.shape)) for name, buffer in state.buffers().items()]
+        known = set(source.names())
         for name, tensor, keeps in wanted:
             if name in initial.new:
                 continue
             saved = Saved(keeps, partial(source.read, named(name)))
-            if source.reader is not None:
+            if (dense := copied(named(name))) in known and named(name) not in known:
+                saved = _upcycled(source, dense, keeps)
+            elif source.reader is not None:
                 saved = _saved(source.reader, "model", named(name), keeps)
             copies.append((tensor, saved))
     if source.reader is not None:

@@ -347,6 +347,9 @@ def compression(state: State) -> dict[str, Any]:
 
 
 def buffer_pieces(state: State) -> list[write.Piece]:
-    """The buffers that this rank writes. All ranks of a pipeline stage have the same; the first writes them."""
-    first = not any(state.mesh.index(axis) for axis in ("replica_groups", "batch", "tp"))
+    """The buffers that this rank writes. All ranks of a pipeline stage have the same; the first writes them. Of two
+    copies of the model the ranks at the pipeline's first half have all stages."""
+    mesh = state.mesh
+    first = not any(mesh.index(axis) for axis in ("replica_groups", "batch", "tp"))
+    first &= mesh.index("pp") * mesh.layout.copies < mesh.size("pp")
     return write.whole_pieces(state.buffers(), buffers=True) if first else []

@@ -22,6 +22,7 @@ from fivefold.data.stream import Stream
 from fivefold.errors import UserError
 from fivefold.kernels.elementwise import to_device
 from fivefold.kernels.tiling import Sample
+from fivefold.models.ahead import Further
 from fivefold.models.base import LanguageModel
 from fivefold.parallel.mesh import Mesh, Microbatch, Share, divided
 from fivefold.recipe import LeftOut, Recipe, batch_size, place
@@ -86,7 +87,7 @@ class Copies:
             for one in share:
                 of = () if one.documents is None else (one.documents.first, one.documents.cumulative)
                 places = () if one.positions is None else (one.positions,)
-                for tensor in (one.inputs, one.targets, *of, *places):
+                for tensor in (one.inputs, one.targets, *of, *places, *(one.further or ())[:3]):
                     tensor.record_stream(step)
         return share
 
@@ -279,7 +280,12 @@ def _rows(batches: BatchSource, i: int, rows: range, mesh: Mesh) -> tuple[Microb
 
 def _fill(given: Microbatch, real: int, rows: int) -> Microbatch:
     """Pads at most `rows` sequences, `real` of them counted, to `rows` sequences. The others do not count."""
-    inputs, targets = (torch.cat([x, x[:1].expand(rows - len(x), -1)]) for x in (given.inputs, given.targets))
-    targets[real:] = NOT_COUNTED
-    documents = given.documents
-    return given._replace(inputs=inputs, targets=targets, documents=documents and documents.filled(rows))
+    ahead, documents = given.further, given.documents
+    whole = given.inputs, given.targets, *(ahead[:2] if ahead else ())
+    filled = [torch.cat([x, x[:1].expand(rows - len(x), *x.shape[1:])]) for x in whole]
+    for targets in filled[1::2]:
+        targets[real:] = NOT_COUNTED
+    inputs, targets, *more = filled
+    ahead = ahead and Further(more[0], more[1], ahead.counts)
+    documents = documents and documents.filled(rows)
+    return given._replace(inputs=inputs, targets=targets, documents=documents, further=ahead)

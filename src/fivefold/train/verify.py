@@ -283,7 +283,7 @@ class Plain(Replica):
 
 def reference_state(recipe: Recipe, one: Ranks) -> State:
     """The state of a resolved recipe at step 0 on one process; the recipe's layout is ignored."""
-    model, mesh = recipe.model, Mesh(Layout(), one)
+    model, mesh = recipe.model, Mesh(Layout(), one, further=card_of(recipe.model).further)
     module = build(model, device=one.device, seed=recipe.train.seed)
     assert isinstance(module, LanguageModel)
     round_matmuls(module, recipe)

@@ -57,7 +57,7 @@ class Card(moe.Card):
     }
     widths = (*moe.Card.widths, "query_rank", "kv_rank")
     grouped_queries = free_heads = attention_biases = False
-    latent_attention = True
+    latent_attention = multi_token = True
     shared, score, balance = 1, "sigmoid", "bias"
 
     def defaults(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""Maps our `deepseek` to `DeepseekV3ForCausalLM` and back. Layers for multi-token prediction, which transformers does
-not compute with either, are refused as unknown weights."""
+"""Maps our `deepseek` to `DeepseekV3ForCausalLM` and back. Modules for multi-token prediction are layers behind the
+last one, each with copies of the embedding and the output layer, as in the published files. transformers leaves them
+out."""
 
 from __future__ import annotations
 
@@ -44,6 +45,7 @@ FIELDS: Fields = llama.FIELDS | {
     "topk_group": ("groups_per_token", 4),
     "norm_topk_prob": ("router_normalize", True),
     "routed_scaling_factor": ("router_scale", 2.5),
+    "num_nextn_predict_layers": ("mtp_depth", 0),
 }
 
 
@@ -67,7 +69,26 @@ def entries(model: ModelSection) -> list[Entry]:
             ]
         elif ".mlp." not in entry.ours or block < model.dense_layers:
             table.append(entry)
+    for block in range(model.layers, model.depth):
+        ours, theirs = f"blocks.{block}.ahead", f"model.layers.{block}"
+        names = {
+            "token_norm": "enorm",
+            "hidden_norm": "hnorm",
+            "project": "eh_proj",
+            "norm": "shared_head.norm",
+        }
+        table += [entry for own, name in names.items() for entry in same(f"{ours}.{own}", f"{theirs}.{name}")]
     return table
+
+
+def copies(model: ModelSection) -> dict[str, str]:
+    """Of multi-token prediction: copies of the embedding and of the output layer, by name."""
+    embed = "model.embed_tokens.weight"
+    head, found = embed if model.tie_embeddings else "lm_head.weight", dict[str, str]()
+    for block in range(model.layers, model.depth):
+        theirs = f"model.layers.{block}"
+        found |= {f"{theirs}.embed_tokens.weight": embed, f"{theirs}.shared_head.head.weight": head}
+    return found
 
 
 def _attention(ours: str, theirs: str, query: int, key_value: int) -> list[Entry]:
@@ -100,7 +121,6 @@ def to_config(model: ModelSection) -> dict[str, Any]:
         "rope_interleave": True,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
-        "num_nextn_predict_layers": 0,
     }
 
 

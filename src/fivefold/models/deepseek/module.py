@@ -1,5 +1,6 @@
 """DeepSeek-V3: multi-head latent attention (arXiv 2405.04434) and a mixture of experts with shared experts, routed
-within groups and balanced by a bias (arXiv 2412.19437; see models/mixture.py). Without multi-token prediction.
+within groups and balanced by a bias (arXiv 2412.19437; see models/mixture.py), with multi-token prediction
+(models/ahead.py).
 
 Shapes: B batch, T tokens, D model width, H heads, d width of a query head, r of its rotated part, v of a value head.
 """

@@ -47,7 +47,7 @@ class Model(LanguageModel):
         self.amplitude = self.amplitude or model.rope_amplitude
         self.dropout = model.dropout
         self.embed = Embedding(known(model.vocab_size), model.dim)
-        self.blocks = block_dict([self.block_type(model) for _ in range(model.layers)])
+        self.blocks = block_dict([self.block_type(model) for _ in range(model.depth)])
         self.norm = RMSNorm(model.dim, known(model.norm_eps))
         self.head = None if model.tie_embeddings else Linear(model.dim, known(model.vocab_size), bias=False)
 
@@ -58,4 +58,8 @@ class Model(LanguageModel):
         return rope_table(positions_T, self.section, self.width, self.amplitude)
 
     def end(self, x_BTD: Tensor, targets_BT: Tensor | None) -> Tensor:
-        return self.output(self.norm(x_BTD), (self.head or self.embed).weight, targets_BT)
+        return self.predict(self.norm(x_BTD), targets_BT)
+
+    def predict(self, y_BTD: Tensor, targets_BT: Tensor | None) -> Tensor:
+        """`end` behind the norm."""
+        return self.output(y_BTD, (self.head or self.embed).weight, targets_BT)

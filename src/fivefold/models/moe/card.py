@@ -38,11 +38,10 @@ class Card(llama.Card):
 
     @property
     def buffers(self) -> dict[str, Shape]:
-        """Biases of the routers, which follow the load."""
-        if self.model.balance != "bias":
-            return {}
-        mixed = [number for number in range(self.model.layers) if self.is_mixed(number)]
-        return {f"blocks.{number}.mlp.router.bias": (self.model.experts or 0,) for number in mixed}
+        """Biases of the routers, which follow the load, or the load itself."""
+        kinds = ["bias"] * (self.model.balance == "bias") + ["load"] * (self.model.balance_scope == "batch")
+        mixed = [number for number, experts in enumerate(self.mixed) if experts]
+        return {f"blocks.{n}.mlp.router.{kind}": (self.model.experts or 0,) for n in mixed for kind in kinds}
 
     def resized(self, layers: int) -> dict[str, Any]:
         dense = min(self.model.dense_layers, layers - 1)
@@ -100,7 +99,7 @@ class Card(llama.Card):
                     f"whole 16 bytes. Nearest valid: {max(8, round(size / 8) * 8)}",
                 )
         chosen = model.balance or self.balance
-        for name, balance in (("aux_loss_weight", "aux"), ("balance_rate", "bias")):
+        for name, balance in (("aux_loss_weight", "aux"), ("balance_scope", "aux"), ("balance_rate", "bias")):
             if chosen != balance and getattr(model, name) != getattr(type(model)(), name):
                 yield (
                     {f"model.{name}", "model.balance"},
@@ -108,10 +107,10 @@ class Card(llama.Card):
                 )
 
     def is_mixed(self, number: int) -> bool:
-        return number >= self.model.dense_layers
+        return number >= min(self.model.dense_layers, self.model.layers)
 
     def mixed_blocks(self) -> int:
-        return self.model.layers - self.model.dense_layers
+        return self.model.depth - self.model.dense_layers
 
     def feed_forward(self, number: int) -> dict[str, Shape]:
         """With experts: router, routed experts (each SwiGLU: gate and up in one matrix, down), shared experts as one

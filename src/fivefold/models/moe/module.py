@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fivefold.models.ahead import Ahead
 from fivefold.models.card import card_of
 from fivefold.models.llama import module as llama
 from fivefold.models.mixture import Mixture
@@ -13,6 +14,9 @@ class Model(llama.Model):
 
     def __init__(self, model: ModelSection) -> None:
         super().__init__(model)
-        for block, mixed in zip(self.blocks.values(), card_of(model).mixed, strict=True):
+        for number, mixed in enumerate(card_of(model).mixed):
+            block = self.blocks[str(number)]
             if mixed:
                 block.mlp = Mixture(model)
+            if number >= model.layers:
+                block.ahead = Ahead(model)

@@ -77,11 +77,12 @@ NO_BLOCK = BlockSums({}, 0.0, [])
 @dataclass(frozen=True)
 class Sums:
     """Sums over a microbatch's operations, also before and behind the blocks. The memory of every recomputation mode
-    follows from them. loss: workspace of the loss."""
+    follows from them. head: the part of `end` that is of one depth. loss: workspace of the loss."""
 
     block: ByKind[BlockSums]
     begin: ByRole
     end: ByRole
+    head: ByRole
     loss: float
 
 
@@ -107,7 +108,7 @@ def sums(s: Setting) -> Sums:
         return BlockSums(saved(block), owed, parts)
 
     largest = max(op.workspace for op in work.end)
-    return Sums(ByKind(of_block), saved(work.begin), saved(work.end), largest)
+    return Sums(ByKind(of_block), saved(work.begin), saved(work.end), saved(work.end[:3]), largest)
 
 
 def saved(operations: Iterable[Operation], once: bool = False) -> ByRole:
@@ -133,15 +134,16 @@ class MicrobatchBytes(NamedTuple):
     """Bytes of one microbatch on a rank.
 
     plain, mixed: kept from forward to backward by a block without and with experts. begin, end: kept by the layers
-    before and behind the blocks. owed_plain, owed_mixed: kept by a block from I to W. again: recomputed in a block's
-    backward. inside, loss: workspace of a block's backward, and of the loss. stream: the activation between two blocks.
-    tokens: inputs and targets.
+    before and behind the blocks. freed: the part of `end` that is gone before the last block's backward. owed_plain,
+    owed_mixed: kept by a block from I to W. again: recomputed in a block's backward. inside, loss: workspace of a
+    block's backward, and of the loss. stream: the activation between two blocks. tokens: inputs and targets.
     """
 
     plain: float
     mixed: float
     begin: float
     end: float
+    freed: float
     owed_plain: float
     owed_mixed: float
     again: float
@@ -155,6 +157,7 @@ def microbatch(s: Setting, sums: Sums, recompute: str) -> MicrobatchBytes:
     """Bytes of one microbatch on a rank under a recomputation mode. A block that runs again has its input whole."""
     divided, stream = parts_of(s.layout), s.activation
     used, outside = region(recompute, s.software), region("none", s.software).keeps
+    behind = used.keeps | frozenset[Role](("stream",))  # blocks of multi-token prediction recompute, too
     others = stream * (1 - 1 / divided)
     kinds = [
         sums.block[s.kind(mixed, recompute)] if mixed in s.card.mixed else NO_BLOCK for mixed in (False, True)
@@ -170,14 +173,15 @@ def microbatch(s: Setting, sums: Sums, recompute: str) -> MicrobatchBytes:
         plain,
         mixed,
         _of(sums.begin, outside),
-        _of(sums.end, outside),
+        _of(sums.end, behind),
+        _of(sums.head, behind),
         kinds[False].owed,
         kinds[True].owed,
         again,
         inside + stream * (2 if divided > 1 else 1),  # with the gradient of the residual stream
         sums.loss,
         stream,
-        2 * 8 * s.sizes.N,
+        2 * 8 * s.sizes.N * (1 + s.card.further),
     )
 
 
@@ -220,7 +224,7 @@ def at_peak(
     rank's blocks, the last one first, if they recompute different things; else only the last one counts, behind which
     most is live.
     """
-    loss = one.end if last else 0.0
+    loss = one.freed if last else 0.0
     tails = tails or (Tail(0.0, max(one.plain, one.mixed), one.again, one.inside),)
     others = own - loss - tails[0].kept
     moments = [(others, one.stream + besides.scatter), (0.0, besides.rest), (0.0, after)]
@@ -283,7 +287,7 @@ class Predictor:
         several = range(len(self.by_stage)) if s.layout.pp > 1 else ()
         self.adding_up = [model_states.adding_up(s, model_states.stage_elements(s, n)) for n in several]
         """Bytes of the gradients of each pipeline stage while they add up, and after."""
-        self.together = (0, len(several) - 1) if s.model.tie_embeddings else ()
+        self.together = (0, len(several) - 1) if s.card.tied else ()
         self.held = [held[number] for number in same]
         """(states, buffers, bytes behind backward, scratch of sums) of each position, whatever it recomputes."""
 

@@ -172,7 +172,7 @@ def elements(model: ModelSection, layout: Layout) -> ModelElements:
 def _elements(model: ModelSection, tp: int, ep: int, sp: bool, shards: int, shared: bool) -> ModelElements:
     layout = Layout(tp=tp, ep=ep, sp=sp, dp_shard=shards, zero=int(shared))
     kinds: dict[str, Elements] = {}
-    blocks = [Elements() for _ in range(model.layers)]
+    blocks = [Elements() for _ in range(model.depth)]
     before = behind = Elements()
     frozen = card_of(model).frozen
     for name, local in local_parameters(card_of(model), layout).items():
@@ -188,7 +188,7 @@ def _elements(model: ModelSection, tp: int, ep: int, sp: bool, shards: int, shar
             before += own
         else:
             behind += own
-    return ModelElements(blocks, before, behind, kinds[TIED] if model.tie_embeddings else Elements())
+    return ModelElements(blocks, before, behind, kinds[TIED] if card_of(model).tied else Elements())
 
 
 def outside_blocks(s: Setting, position: int) -> Elements:

@@ -362,7 +362,7 @@ def shared(s: Setting, position: int, index: int = 0) -> list[Sent]:
     share, or of all that two copies of the model have. index: the rank's among those that share its states; the first
     has most.
     """
-    if not (s.layout.tp > 1 or s.layout.copies > 1 or (s.model.tie_embeddings and s.layout.pp > 1)):
+    if not (s.layout.tp > 1 or s.layout.copies > 1 or (s.card.tied and s.layout.pp > 1)):
         return []
     # other programs sum whole gradients under ZeRO 1
     zero, each = s.layout.zero if s.states.cast or s.layout.zero > 1 else 0, s.states.gradient
@@ -409,6 +409,7 @@ def control(s: Setting, position: int = 0) -> list[Sent]:
     if s.layout.ranks == 1:
         return apart
     sizes = [32.0, 8.0 * math.prod(s.card.load_sums)] if s.card.has_experts else [32.0]
+    sizes += [8.0] * (s.card.further > 0)
     kept = s.keepings(position) if s.fp8_scaling == TENSOR else []
     agreed = [sum(len(s.narrow(unit)) for unit in keeping.units) for keeping in kept]
     apart += [("all_reduce", "shard", 4.0 * number) for number in agreed if number]

@@ -131,7 +131,7 @@ class Bounds:
         if self.cluster.machine or not self._least(c, space)[2]:
             return self.shape(c, space)
         mixed = self.shared.mixed.count(True) / p
-        part = Share(self.model.layers / p - mixed, mixed, 1 / p, 1 / p)
+        part = Share(len(self.shared.mixed) / p - mixed, mixed, 1 / p, 1 / p)
         each, ahead, _ = self._microbatch(c, space)
         sent = self._least_sent(c, space, part, *self.shared.microbatch(c).costs.of(part))
         return (c.count * each + ahead + sent + self._fixed(c)) * ROUNDING
@@ -190,7 +190,7 @@ class Bounds:
         if x.splits_backward:
             # a microbatch does not wait for gradients of weights that the schedule computes later
             passing = Costs(*(cost._replace(weight=0.0) for cost in costs))
-        turned = sum(passing.of(Share(self.model.layers - experts, experts, 1, 1)))
+        turned = sum(passing.of(Share(len(self.shared.mixed) - experts, experts, 1, 1)))
         upwards = x.pp == 1 or ends_upwards(x.schedule, x.pp, c.count, x.stages_per_rank)
         for at in self.shared.groups(x):
             forward, backward = costs.of(at.part)

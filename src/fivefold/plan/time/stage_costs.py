@@ -56,11 +56,11 @@ class Parts:
 def parts(s: Setting) -> Parts:
     """Costs of a setting's operations, for any layout with these axes."""
     blocks = ByKind(lambda kind: ((ops := s.work.block[kind]), [operation(op, s) for op in ops]))
-    norm, *loss = s.work.end
+    loss = [op for op in s.work.end if op.name.startswith(("output", "loss"))]
     last = part(loss, s)
     if s.software.loss == "chunks":  # which computes its gradients in forward
         last = Cost(last.seconds, sent_forward=last.sent)
-    return Parts(blocks, part(s.work.begin, s), part([norm], s) + last)
+    return Parts(blocks, part(s.work.begin, s), part([op for op in s.work.end if op not in loss], s) + last)
 
 
 def block_cost(s: Setting, number: int, shared: Parts) -> Cost:
