@@ -9,6 +9,7 @@ weights.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import suppress
@@ -45,6 +46,26 @@ class Entry:
     """Rows of our weight for each of several tensors there."""
     transpose: bool = False
     """True if it is stored transposed there (the `Conv1D` of GPT-2)."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight that is read when it is needed: all of it by `read()`, rows of one of ours by `read((start, stop))`."""
+
+    shape: Shape
+    dtype: torch.dtype
+    read: Callable[..., Tensor]
+
+
+def held(state: Mapping[str, Tensor]) -> dict[str, Weight]:
+    """Tensors in memory as weights."""
+
+    def weight(tensor: Tensor) -> Weight:
+        return Weight(
+            tuple(tensor.shape), tensor.dtype, lambda rows=None: tensor[slice(*rows)] if rows else tensor
+        )
+
+    return {name: weight(tensor) for name, tensor in state.items()}
 
 
 def same(ours: str, theirs: str, *kinds: str) -> list[Entry]:
@@ -99,20 +120,35 @@ NAMES = tuple(d.torch for d in DTYPES.values() if d.stored and d.multiplied)
 def to_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tensor]:
     """Our weights by name -> theirs, in the same dtypes. Fused matrices are split into views. Raises as
     `require_weights` and `hf_config`."""
+    return {name: weight.read() for name, weight in made_to_hf(held(state), model).items()}
+
+
+def made_to_hf(state: Mapping[str, Weight], model: ModelSection) -> dict[str, Weight]:
+    """The same, each weight read when it is needed, and only its rows."""
     require_weights(state, model)
-    theirs: dict[str, Tensor] = {}
+    theirs: dict[str, Weight] = {}
     for entry in _exchange_of(model).entries(model):
-        tensor = state[entry.ours]
-        if entry.transpose:
-            tensor = tensor.t().contiguous()
-        if tensor.ndim == 3:  # experts, one under the other
-            tensor = tensor.flatten(0, 1)
-        parts = tensor.split(list(entry.rows)) if entry.rows else [tensor]
-        theirs.update(zip(entry.theirs, parts, strict=True))
+        weight, start = state[entry.ours], 0
+        *outer, last = weight.shape[::-1] if entry.transpose else weight.shape
+        rest = (last,) if outer else ()
+        for name, rows in zip(
+            entry.theirs, entry.rows or (math.prod(outer) if outer else last,), strict=True
+        ):
+            read = partial(_theirs, weight, entry.transpose, start, start + rows)
+            theirs[name], start = Weight((rows, *rest), weight.dtype, read), start + rows
     return theirs
 
 
-def require_weights(state: Mapping[str, Tensor], model: ModelSection) -> None:
+def _theirs(weight: Weight, transpose: bool, start: int, stop: int) -> Tensor:
+    if transpose:
+        return weight.read().t().contiguous()[start:stop]
+    each = weight.shape[1] if len(weight.shape) == 3 else 1  # experts, one under the other
+    first = start // each
+    tensor = weight.read((first, -(-stop // each)))
+    return (tensor.flatten(0, 1) if tensor.ndim == 3 else tensor)[start - first * each : stop - first * each]
+
+
+def require_weights(state: Mapping[str, Tensor | Weight], model: ModelSection) -> None:
     """Raises UserError: names or shapes are not those of the model that `model` describes."""
     shapes = card_of(model).parameters | card_of(model).buffers
     if state.keys() != shapes.keys():
@@ -126,11 +162,11 @@ def require_weights(state: Mapping[str, Tensor], model: ModelSection) -> None:
 
 def from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tensor]:
     """Their weights by name -> ours, in the same dtypes. Raises as `made_from_hf`."""
-    return {name: make() for name, make in made_from_hf(state, model).items()}
+    return {name: weight.read() for name, weight in made_from_hf(held(state), model).items()}
 
 
-def made_from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Callable[[], Tensor]]:
-    """Functions that make our weights of theirs, by name, each at its call. Raises UserError: weights are missing,
+def made_from_hf(state: Mapping[str, Weight], model: ModelSection) -> dict[str, Weight]:
+    """Our weights of theirs, by name, each read and made when it is needed. Raises UserError: weights are missing,
     unknown, of another shape or dtype than `model` says, or stored twice with different values; all of it in one
     message."""
     exchange = file_of(model.arch, "hf")
@@ -143,14 +179,14 @@ def made_from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, 
         original = exchange.TIED.get(name)
         if original is None:
             problems.append(f"weight {name} is not part of {exchange.ARCHITECTURE}")
-        elif original in given and not given[name].equal(given[original]):
+        elif original in given and not given[name].read().equal(given[original].read()):
             problems.append(
                 f"weight {name} differs from {original}, though config.json says that they are tied"
             )
     _raise_all("the weights do not fit config.json", problems)
 
     shapes = card_of(model).parameters | card_of(model).buffers
-    ours: dict[str, Callable[[], Tensor]] = {}
+    ours: dict[str, Weight] = {}
     for entry in entries:
         parts = [given[name] for name in entry.theirs]
         expected = shapes[entry.ours]
@@ -164,15 +200,15 @@ def made_from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, 
             elif _name(part.dtype) not in NAMES or part.dtype != parts[0].dtype:
                 allowed = f"{', '.join(NAMES)}, the same for {' and '.join(entry.theirs)}"
                 problems.append(f"weight {name} has dtype {_name(part.dtype)}; allowed: {allowed}")
-        ours[entry.ours] = partial(_ours, parts, expected, entry.transpose)
+        ours[entry.ours] = Weight(expected, parts[0].dtype, partial(_ours, parts, expected, entry.transpose))
     _raise_all("the weights do not fit config.json", problems)
     return ours
 
 
-def _ours(parts: list[Tensor], shape: Shape, transpose: bool) -> Tensor:
+def _ours(parts: list[Weight], shape: Shape, transpose: bool) -> Tensor:
     import torch
 
-    tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
+    tensor = torch.cat([part.read() for part in parts]) if len(parts) > 1 else parts[0].read()
     return tensor.t().contiguous() if transpose else tensor.view(shape)
 
 
