@@ -202,8 +202,8 @@ def weight_files(source: Path) -> list[str]:
                 raise UserError(f"{source / INDEX}: {file!r} is not the name of a file beside it")
     elif (source / WEIGHTS).is_file():
         names = [WEIGHTS]
-    elif (source / METADATA).is_file():
-        names = [METADATA, *sorted({c.file for tensor in tensors(source)[0].values() for c in tensor.chunks})]
+    elif _is_dcp(source):
+        names = [METADATA, *sorted({file for t in tensors(source)[0].values() for _, file, *_ in t.chunks})]
     elif pickles := sorted(f.name for pattern in ("*.bin", "*.pt", "*.pth") for f in source.glob(pattern)):
         raise UserError(
             f"{source / pickles[0]}: pickle files are refused, because opening one can run any code. Use the "
@@ -215,12 +215,16 @@ def weight_files(source: Path) -> list[str]:
     return names
 
 
+def _is_dcp(source: Path) -> bool:
+    return (source / METADATA).is_file() and not any((source / name).is_file() for name in (INDEX, WEIGHTS))
+
+
 def read_weights(source: Path, model: ModelSection) -> dict[str, Weight]:
     """All tensors of a folder by Hugging Face's names; safetensors are mapped into memory."""
-    if (found := weight_files(source))[0] == METADATA:
+    if _is_dcp(source):
         return from_titan(source, model)
     weights: dict[str, Tensor] = {}
-    for file in found:
+    for file in weight_files(source):
         try:
             with files.open_file(source / file) as opened:
                 same = Path(f"/proc/self/fd/{opened.fileno()}")  # whatever has its name by now
