@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fivefold.recipe import ModelSection
@@ -85,8 +84,8 @@ class Module(nn.Module):
 
 
 def saved(rank: int, world: int, path: Path, weights: dict[str, Tensor], tp: int, more: str) -> None:
-    """A rank's part of `dcp.save`. more: "" weights only; "flat" with the rest of a checkpoint beside them, "nested": as in
-    2024, when the weights were below "model"."""
+    """A rank's part of `dcp.save`. more: "": weights only; "flat": with the rest of a checkpoint beside them; "nested":
+    as in 2024, when the weights were below "model"."""
     module = Module(weights)
     if world > 1:
         mesh = init_device_mesh("cpu", (world // tp, tp), mesh_dim_names=("dp", "tp"))

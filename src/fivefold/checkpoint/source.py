@@ -219,6 +219,11 @@ def _is_dcp(source: Path) -> bool:
     return (source / METADATA).is_file() and not any((source / name).is_file() for name in (INDEX, WEIGHTS))
 
 
+def left_out(source: Path) -> dict[str, int]:
+    """How many values a DCP folder has that an import leaves out, by how their names begin: {"optimizer": 870, ...}."""
+    return dict(tensors(source)[1]) if _is_dcp(source) else {}
+
+
 def read_weights(source: Path, model: ModelSection) -> dict[str, Weight]:
     """All tensors of a folder by Hugging Face's names; safetensors are mapped into memory."""
     if _is_dcp(source):

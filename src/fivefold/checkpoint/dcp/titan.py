@@ -21,9 +21,7 @@ def from_titan(folder: Path, model: ModelSection) -> dict[str, Weight]:
     for theirs, (names, heads) in _names(model).items():
         same = [found.pop(name) for n in names for name in (n, f"model.{n}") if name in found]
         if any(other.chunks != same[0].chunks for other in same):
-            raise UserError(
-                f"{folder} holds both {same[0].name} and {same[1].name}, names of the same weight"
-            )
+            raise UserError(f"{folder} has two tensors for one weight, such as {names[0]}")
         if same:
             given[theirs] = _turned(same[0], heads, (-1, 2))
         elif not (model.tie_embeddings and theirs in file_of(model.arch, "hf").TIED):
