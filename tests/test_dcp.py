@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import stored
 import torch
+from marks import only
 from ranks import Pool
 from test_out_of_memory import group_of
 from titan import loaded, of_titan, renamed, saved
@@ -62,6 +63,7 @@ def pools():
         pool.close()
 
 
+@only("2025-1-1-nested-*", "2026-1-1--*")
 @pytest.mark.parametrize(
     ("world", "tp", "more", "fields", "dtype"),
     [
@@ -88,9 +90,20 @@ def test_what_pytorch_writes_is_read_bit_by_bit(tmp_path, pools, world, tp, more
     same(stored.load(store.folder_of(tmp_path / "run", 0)).model, ours)
     found, others = tensors(tmp_path / "dcp")
     assert len(found) == len(titan)
+    cut = {
+        sum(b - a < n for (a, b), n in zip(c[0], t.shape, strict=True))
+        for t in found.values()
+        for c in t.chunks
+    }
+    assert (2 in cut) == (1 < tp < world)  # both dimensions of one matrix
+    columns = [
+        c for t in found.values() for c in t.chunks if len(t.shape) == 2 and c[0][1] != (0, t.shape[1])
+    ]
+    assert bool(columns) == (tp > 1)
     assert ("optimizer" in others) == bool(more)
 
 
+@only("2025-fields0", "2026-fields1")
 @pytest.mark.parametrize("fields", [{}, {"tie_embeddings": True, "head_dim": 10}])
 @pytest.mark.parametrize("names", ["2025", "2026"])
 def test_what_is_written_is_loaded_by_pytorch_bit_by_bit(tmp_path, fields, names):
@@ -180,5 +193,4 @@ def test_a_model_larger_than_the_memory_goes_through(tmp_path):
     found = json.loads(done.stdout)
     assert found.pop("weights") > 600 << 20
     largest = found.pop("largest")
-    assert max(found.values()) < 4 * largest, found
-    print(found)
+    assert max(found.values()) < 5 * largest, found

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from marks import slow
+from marks import only, slow
 from test_dcp import described, make_run, model_of, weights_of
 from titan import of_titan
 from torch.distributed import checkpoint as dcp
@@ -157,6 +157,7 @@ EVIL = {
 }  # fmt: skip
 
 
+@only("a call", "a call by the stack", "getattr", "tuples that double", "a stack without end")
 @pytest.mark.parametrize("name", EVIL)
 def test_hostile_pickles(folder, name, monkeypatch):
     monkeypatch.chdir(folder.parent)
@@ -167,6 +168,7 @@ def test_hostile_pickles(folder, name, monkeypatch):
     assert METADATA in refused(folder)
 
 
+@only("system-4")
 @pytest.mark.parametrize("protocol", range(6))
 @pytest.mark.parametrize(
     "function", [os.system, exec, __import__, torch.load, Path.unlink], ids=lambda f: f.__name__
@@ -179,10 +181,10 @@ def test_pickles_that_call(folder, protocol, function, monkeypatch):
 
 
 LIES: dict[str, tuple[Callable[[Metadata], object], str]] = {
-    "a file above": (lambda m: place(m, relative_path="../dcp/__0_0.distcp"), "in another folder"),
-    "a file elsewhere": (lambda m: place(m, relative_path="/etc/passwd"), "in another folder"),
-    "a folder": (lambda m: place(m, relative_path="."), "in another folder"),
-    "two dots": (lambda m: place(m, relative_path=".."), "behind the end|not a regular file|in another folder"),
+    "a file above": (lambda m: place(m, relative_path="../dcp/__0_0.distcp"), "cannot be"),
+    "a file elsewhere": (lambda m: place(m, relative_path="/etc/passwd"), "cannot be"),
+    "a folder": (lambda m: place(m, relative_path="."), "cannot be"),
+    "two dots": (lambda m: place(m, relative_path=".."), "behind the end|not a regular file|cannot be"),
     "no name": (lambda m: place(m, relative_path=""), "not a regular file"),
     "a name with NUL": (lambda m: place(m, relative_path="a\0b"), "NUL|null"),
     "a name of bytes": (lambda m: place(m, relative_path=3), "no text"),
@@ -192,10 +194,10 @@ LIES: dict[str, tuple[Callable[[Metadata], object], str]] = {
     "an offset beyond": (lambda m: place(m, offset=1), "behind the end of __0_"),
     "an offset of 2^80": (lambda m: place(m, offset=1 << 80), "no sizes"),
     "an offset that is true": (lambda m: place(m, offset=True), "no sizes"),
-    "too few bytes": (lambda m: place(m, length=12 * 24 * 4 - 1), "has 1,151 bytes"),
-    "too many bytes": (lambda m: place(m, length=12 * 24 * 4 + read.MOST_MORE + 1), "has 1,049,729 bytes"),
+    "too few bytes": (lambda m: place(m, length=12 * 24 * 4 - 1), "cannot be 1,151 bytes"),
+    "too many bytes": (lambda m: place(m, length=12 * 24 * 4 + read.MOST_MORE + 1), "cannot be 1,049,729 bytes"),
     "less than the zip": (lambda m: place(m, length=12 * 24 * 4), "BadZipFile"),
-    "compressed": (lambda m: place(m, transform_descriptors=["zstd"]), "compressed"),
+    "compressed": (lambda m: place(m, transform_descriptors=["zstd"]), "cannot be"),
     "no place": (lambda m: m.storage_data.clear(), "KeyError"),
     "no tensors": (lambda m: m.state_dict_metadata.clear(), "the weight tok_embeddings.weight is missing"),
     "a weight less": (lambda m: [m.state_dict_metadata.pop(n) for n in (NAME, NAME.replace(".wk", ".qkv_linear.wk"))],
@@ -204,7 +206,7 @@ LIES: dict[str, tuple[Callable[[Metadata], object], str]] = {
     "an overlap": (lambda m: chunks(m, ((0, 0), (6, 24)), ((5, 0), (6, 24))), "pieces that overlap"),
     "an overlap in columns": (lambda m: chunks(m, ((0, 0), (12, 12)), ((0, 11), (12, 12))), "pieces that overlap"),
     "nothing at all": (lambda m: chunks(m), "hold 0 of its 288"),
-    "beyond the shape": (lambda m: chunks(m, ((1, 0), (12, 24))), "lies beyond its shape"),
+    "beyond the shape": (lambda m: chunks(m, ((1, 0), (12, 24))), "shape .12, 24., cannot be"),
     "a chunk of three dims": (lambda m: chunks(m, ((0, 0, 0), (12, 24, 1))), "ValueError"),
     "chunks of less": (lambda m: chunks(m, ((0, 0), (6, 24)), ((6, 0), (6, 24))), "no tensor of torch.float32"),
     "another shape": (lambda m: setattr(m.state_dict_metadata[NAME], "size", torch.Size([2**40, 24])), "hold 288 of"),
@@ -217,6 +219,7 @@ LIES: dict[str, tuple[Callable[[Metadata], object], str]] = {
 }  # fmt: skip
 
 
+@only("a file above", "a gap", "an overlap in columns", "an offset beyond", "two weights for one")
 @pytest.mark.parametrize("name", LIES)
 def test_metadata_that_lies(folder, name):
     lie, words = LIES[name]
@@ -235,6 +238,7 @@ def test_a_link_out_of_the_folder(folder):
     assert "neither a file nor a folder" in refused(folder)
 
 
+@pytest.mark.slow
 def test_large_metadata(folder):
     with (folder / METADATA).open("wb") as file:
         file.truncate(read.MOST_METADATA + 1)
@@ -265,7 +269,10 @@ CHUNKS: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: zipped(data_pkl=pickle.dumps(Evil(os.system, "touch run-by-a-pickle"), 2)),
         "it names",
     ),
-    "another dtype": (lambda: saved(KEY.double()[:6]), "no tensor of torch.float32, shape .12, 24."),
+    "another dtype": (
+        lambda: saved(torch.zeros(24, 24, dtype=torch.bfloat16)),
+        "no tensor of torch.float32, shape .12, 24.",
+    ),
     "quantised": (
         lambda: saved(torch.quantize_per_tensor(torch.zeros(12, 96), 0.1, 0, torch.quint8)),
         "it names",
@@ -292,6 +299,7 @@ def zip_of_many() -> bytes:
     return b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, 9, 9, 2**31, 0, 0)
 
 
+@only("a call", "columns first", "a flipped bit", "big-endian")
 @pytest.mark.parametrize("name", CHUNKS)
 def test_chunks_that_are_something_else(folder, name, monkeypatch):
     monkeypatch.chdir(folder.parent)
@@ -311,7 +319,7 @@ def test_damaged_folders(folder, seed):
     dice, whole = random.Random(seed), {path: path.read_bytes() for path in folder.iterdir()}
     wanted = {name: weight.read() for name, weight in tensors(folder)[0].items()}
     said: list[str] = []
-    for _ in range(40):
+    for _ in range(15 if seed == 0 else 60):
         path = dice.choice([folder / METADATA, folder / METADATA, *folder.glob("*.distcp")])
         content = bytearray(whole[path])
         if dice.random() < 0.3:
@@ -328,13 +336,13 @@ def test_damaged_folders(folder, seed):
         except UserError as error:
             said.append(str(error))
         path.write_bytes(whole[path])
-    assert len(said) > 20
+    assert len(said) > 5
     assert not any("\n" in sentence for sentence in said)
 
 
 def test_every_beginning_of_the_metadata_is_refused(folder):
     content = (folder / METADATA).read_bytes()
-    for size in range(0, len(content), 37):
+    for size in range(0, len(content), 197):
         (folder / METADATA).write_bytes(content[:size])
         with pytest.raises(UserError, match="damaged, or not written by PyTorch"):
             tensors(folder)

@@ -26,16 +26,7 @@ from fivefold.data.chat import TEMPLATE_FILE, ChatTemplate, beside
 from fivefold.data.tokenizer import KNOWN_MASKS, NoSuchToken, Tokenizer, load_tokenizer
 from fivefold.data.tokenizer import MOST_BYTES as MOST_TOKENIZER
 from fivefold.errors import UserError
-from fivefold.models.hf import (
-    INDEX,
-    WEIGHTS,
-    Weight,
-    from_hf_config,
-    held,
-    hf_config,
-    made_from_hf,
-    made_to_hf,
-)
+from fivefold.models.hf import INDEX, WEIGHTS, Weight, for_hf, from_hf_config, held, hf_config, made_from_hf
 from fivefold.models.section import ModelSection
 from fivefold.recipe import DataSection, Recipe, TrainSection, load, to_toml
 from fivefold.recipe.load import hf_model
@@ -282,7 +273,7 @@ def export_run(
     files.guard(run)
     recipe = load(run / "recipe.toml")
     checkpoint = checkpoint or store.latest(run)
-    theirs = made_to_hf(held(weights) if weights is not None else unread_weights(checkpoint), recipe.model)
+    theirs = for_hf(held(weights) if weights is not None else unread_weights(checkpoint), recipe.model)
     titan = to_titan(theirs, recipe.model) if dcp else {}
     tokenizer = None
     with suppress(NoSuchToken):  # without an end token it is exported as it is
@@ -328,10 +319,9 @@ def import_folder(source: Path, out: Path) -> Path:
 
 def _write_weights(folder: Path, weights: Mapping[str, Weight], max_shard_bytes: int) -> None:
     shards = list(write.cut(write.unread(weights), max_shard_bytes))
-    count = len(shards)
-    names = (
-        [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)] if count > 1 else [WEIGHTS]
-    )
+    names, count = [WEIGHTS], len(shards)
+    if count > 1:
+        names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     writing = write.Writing(folder, {}, {}, finite=False)
     for file, shard in zip(names, shards, strict=True):
         writing.write_shard(folder / file, shard, format="pt")

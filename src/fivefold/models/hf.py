@@ -60,12 +60,10 @@ class Weight:
 def held(state: Mapping[str, Tensor]) -> dict[str, Weight]:
     """Tensors in memory as weights."""
 
-    def weight(tensor: Tensor) -> Weight:
-        return Weight(
-            tuple(tensor.shape), tensor.dtype, lambda rows=None: tensor[slice(*rows)] if rows else tensor
-        )
+    def rows_of(tensor: Tensor, rows: tuple[int, int] | None = None) -> Tensor:
+        return tensor[slice(*rows)] if rows else tensor
 
-    return {name: weight(tensor) for name, tensor in state.items()}
+    return {n: Weight(tuple(t.shape), t.dtype, partial(rows_of, t)) for n, t in state.items()}
 
 
 def same(ours: str, theirs: str, *kinds: str) -> list[Entry]:
@@ -120,20 +118,18 @@ NAMES = tuple(d.torch for d in DTYPES.values() if d.stored and d.multiplied)
 def to_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tensor]:
     """Our weights by name -> theirs, in the same dtypes. Fused matrices are split into views. Raises as
     `require_weights` and `hf_config`."""
-    return {name: weight.read() for name, weight in made_to_hf(held(state), model).items()}
+    return {name: weight.read() for name, weight in for_hf(held(state), model).items()}
 
 
-def made_to_hf(state: Mapping[str, Weight], model: ModelSection) -> dict[str, Weight]:
+def for_hf(state: Mapping[str, Weight], model: ModelSection) -> dict[str, Weight]:
     """The same, each weight read when it is needed, and only its rows."""
     require_weights(state, model)
     theirs: dict[str, Weight] = {}
     for entry in _exchange_of(model).entries(model):
         weight, start = state[entry.ours], 0
-        *outer, last = weight.shape[::-1] if entry.transpose else weight.shape
-        rest = (last,) if outer else ()
-        for name, rows in zip(
-            entry.theirs, entry.rows or (math.prod(outer) if outer else last,), strict=True
-        ):
+        shape = weight.shape[::-1] if entry.transpose else weight.shape
+        whole, rest = math.prod(shape[:-1] or shape), shape[-1:] if len(shape) > 1 else ()
+        for name, rows in zip(entry.theirs, entry.rows or (whole,), strict=True):
             read = partial(_theirs, weight, entry.transpose, start, start + rows)
             theirs[name], start = Weight((rows, *rest), weight.dtype, read), start + rows
     return theirs

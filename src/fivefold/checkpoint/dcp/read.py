@@ -36,10 +36,8 @@ OTHERS = ("optimizer", "lr_scheduler", "dataloader", "train_state", "freqs_cis")
 _META, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _DTYPES = {f"torch {name}": dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 _STORAGES = {
-    torch.float32: "torch FloatStorage",
-    torch.bfloat16: "torch BFloat16Storage",
-    torch.float16: "torch HalfStorage",
-    torch.float64: "torch DoubleStorage",
+    getattr(torch, dtype): f"torch {name}Storage"
+    for name, dtype in {"Float": "float32", "BFloat16": "bfloat16", "Half": "float16"}.items()
 }
 _OF_TENSOR = {"torch._utils _rebuild_tensor_v2", "collections OrderedDict", *_STORAGES.values()}
 _NAMES = {
@@ -48,13 +46,15 @@ _NAMES = {
     *(f"{_META} TensorProperties", f"{_FILES} _StorageInfo", "torch Size", "torch.serialization _get_layout"),
     *("pathlib PosixPath", "pathlib._local PosixPath", *_DTYPES),
 }
+Chunk = tuple[Box, str, int, int]
+"""Where it lies in its tensor; its file, first byte and number of bytes."""
 
 
 @dataclass(frozen=True)
 class Stored(Weight):
-    """A tensor of a folder. chunks: (box, file, first byte, bytes) of each."""
+    """A tensor of a folder."""
 
-    chunks: tuple[tuple[Box, str, int, int], ...]
+    chunks: tuple[Chunk, ...]
 
 
 def tensors(folder: Path) -> tuple[dict[str, Stored], Counter[str]]:
@@ -73,41 +73,32 @@ def tensors(folder: Path) -> tuple[dict[str, Stored], Counter[str]]:
                 continue
             about = _fields(entry, "TensorStorageMetadata")
             shape, dtype = _whole(*about["size"].args), _DTYPES[_text(about["properties"].state[0][0])]
-            chunks = tuple(_chunks(folder, name, shape, dtype, about["chunks"], places))
+            chunks = tuple(_chunks(folder, name, shape, dtype.itemsize, about["chunks"], places))
             once(f"{name!r:.120}, shape {list(shape)},", shape, [chunk[0] for chunk in chunks])
             found[name] = Stored(shape, dtype, partial(_read, folder, shape, dtype, chunks), chunks)
     return found, others
 
 
-def _chunks(
-    folder: Path, name: str, shape: Shape, dtype: torch.dtype, chunks: Any, places: Any
-) -> Iterator[Any]:
+def _chunks(folder: Path, name: str, shape: Shape, itemsize: int, chunks: Any, places: Any) -> Iterator[Any]:
     for chunk in (_fields(chunk, "ChunkStorageMetadata") for chunk in chunks):
         offsets, sizes = _whole(*chunk["offsets"].args), _whole(*chunk["sizes"].args)
         if 0 in sizes:  # of a rank that has nothing
             continue
-        lies = places[name, offsets]
+        lies, least = places[name, offsets], prod(sizes) * itemsize
         file, (start, size) = _text(lies["relative_path"]), _whole([lies["offset"], lies["length"]])
-        box, extra = (
-            tuple((a, a + n) for a, n in zip(offsets, sizes, strict=True)),
-            size - prod(sizes) * dtype.itemsize,
+        box = tuple((a, a + n) for a, n in zip(offsets, sizes, strict=True))
+        fits = (
+            all(b <= n for (_, b), n in zip(box, shape, strict=True)) and least <= size <= least + MOST_MORE
         )
-        if Path(file).name != file or "transform_descriptors" in lies:
-            raise ValueError(f"a chunk of {name!r:.120} is in another folder, or compressed")
-        wrong = {
-            "lies beyond its shape": any(b > n for (_, b), n in zip(box, shape, strict=True)),
-            f"has {size:,} bytes": not 0 <= extra <= MOST_MORE,
-            f"lies behind the end of {file}": start + size > (folder / file).stat().st_size,
-        }
-        if any(wrong.values()):
-            why = next(why for why, so in wrong.items() if so)
-            raise ValueError(f"the chunk at {box} of {name!r:.120}, shape {list(shape)}, {why}")
+        if not fits or Path(file).name != file or "transform_descriptors" in lies:
+            where = f"{size:,} bytes of {file!r:.80}, at byte {start:,}"
+            raise ValueError(f"the chunk at {box} of {name!r:.120}, shape {list(shape)}, cannot be {where}")
+        if start + size > (folder / file).stat().st_size:
+            raise ValueError(f"the chunk at {box} of {name!r:.120} lies behind the end of {file}")
         yield box, file, start, size
 
 
-def _read(
-    folder: Path, shape: Shape, dtype: torch.dtype, chunks: Sequence[tuple[Box, str, int, int]]
-) -> Tensor:
+def _read(folder: Path, shape: Shape, dtype: torch.dtype, chunks: Sequence[Chunk]) -> Tensor:
     """A tensor, put together. Raises UserError: a chunk is damaged."""
     out = torch.empty(shape, dtype=dtype)
     for box, name, start, size in chunks:

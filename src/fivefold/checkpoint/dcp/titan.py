@@ -32,18 +32,15 @@ def from_titan(folder: Path, model: ModelSection) -> dict[str, Weight]:
 def to_titan(weights: Mapping[str, Weight], model: ModelSection) -> dict[tuple[str, ...], Weight]:
     """Weights of Hugging Face by all names that torchtitan has had for each, of a tied one also those of the other.
     Raises UserError: it has none."""
-    table, tied, given = _names(model), file_of(model.arch, "hf").TIED, dict[tuple[str, ...], Weight]()
+    table, given = _names(model), dict[tuple[str, ...], Weight]()
+    for name, first in file_of(model.arch, "hf").TIED.items():
+        if name not in weights:
+            table[first] = table[first][0] + table[name][0], 0
     for name, weight in weights.items():
         if name not in table:
             raise UserError(f"this model cannot be exported as DCP: torchtitan has no name for {name}")
         names, heads = table[name]
-        also = [
-            n
-            for other, first in tied.items()
-            if first == name and other not in weights
-            for n in table[other][0]
-        ]
-        given[*names, *also] = _turned(weight, heads, (2, -1))
+        given[names] = _turned(weight, heads, (2, -1))
     return given
 
 

@@ -27,10 +27,8 @@ def save(folder: Path, weights: Mapping[tuple[str, ...], Weight]) -> None:
             torch.save(tensor, file)
             lies = _StorageInfo(path.name, 0, file.tell())
         whole = of.ChunkStorageMetadata(torch.Size([0] * tensor.ndim), tensor.shape)
-        about = of.TensorStorageMetadata(
-            of.TensorProperties.create_from_tensor(tensor), tensor.shape, [whole]
-        )
-        listed |= dict.fromkeys(names, about)
+        properties = of.TensorProperties.create_from_tensor(tensor)
+        listed |= dict.fromkeys(names, of.TensorStorageMetadata(properties, tensor.shape, [whole]))
         places |= {of.MetadataIndex(name, whole.offsets): lies for name in names}
     tree = {name: (name,) for name in listed}
     files.write(folder / METADATA, pickle.dumps(of.Metadata(listed, tree, places, version="1.0.0")))
