@@ -1,6 +1,6 @@
 """Weights to start from: a checkpoint or a Hugging Face folder, read part by part. Checkpoints may leave frozen weights
 to such a source (`checkpoint.frozen = false`). Runs as Hugging Face folders, and such folders as runs. Only safetensors
-and JSON are read, never pickle."""
+and JSON are read, and DCP folders by a reader of their own, never by pickle."""
 
 from __future__ import annotations
 

@@ -45,10 +45,10 @@ def to_titan(weights: Mapping[str, Weight], model: ModelSection) -> dict[tuple[s
 
 
 def _names(model: ModelSection) -> dict[str, tuple[tuple[str, ...], int]]:
-    known = {arch: file.TITAN for arch in ARCHITECTURES if hasattr(file := file_of(arch, "hf"), "TITAN")}
-    if model.arch not in known:
-        raise UserError(f"DCP is read and written for {', '.join(known)}, not for {model.arch}")
-    return known[model.arch](model)
+    if (names := getattr(file_of(model.arch, "hf"), "TITAN", None)) is None:
+        known = ", ".join(arch for arch in ARCHITECTURES if hasattr(file_of(arch, "hf"), "TITAN"))
+        raise UserError(f"DCP is read and written for {known}, not for {model.arch}")
+    return names(model)
 
 
 def _turned(weight: Weight, heads: int, rows: tuple[int, int]) -> Weight:

@@ -10,7 +10,7 @@ ENDS = {
     "lm_head": ("lm_head", "output"),
 }
 """By Hugging Face's name, those of torchtitan, the newest first."""
-BLOCK = {
+LAYER = {
     "self_attn.q_proj": ("attention.qkv_linear.wq", "attention.wq"),
     "self_attn.k_proj": ("attention.qkv_linear.wk", "attention.wk"),
     "self_attn.v_proj": ("attention.qkv_linear.wv", "attention.wv"),
@@ -29,7 +29,7 @@ def names(model: ModelSection) -> dict[str, tuple[tuple[str, ...], int]]:
     paired = {"self_attn.q_proj": model.heads, "self_attn.k_proj": model.kv_heads or model.heads}
     table = {theirs: (ours, 0) for theirs, ours in ENDS.items()}
     for i in range(model.layers):
-        for theirs, ours in BLOCK.items():
+        for theirs, ours in LAYER.items():
             there = tuple(f"layers.{i}.{name}" for name in ours)
             table[f"model.layers.{i}.{theirs}"] = there, paired.get(theirs, 0)
     return {
