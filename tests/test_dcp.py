@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import stored
@@ -23,13 +25,20 @@ from fivefold.models.base import build
 from fivefold.models.hf import hf_config, to_hf
 from fivefold.recipe import ModelSection, Recipe, TrainSection, resolve, to_toml
 
-SMALL = {"layers": 2, "dim": 24, "heads": 4, "kv_heads": 2, "ffn_dim": 40, "seq_len": 16, "vocab_size": 30}
+SMALL: dict[str, Any] = {
+    "layers": 2,
+    "dim": 24,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn_dim": 40,
+    "seq_len": 16,
+    "vocab_size": 30,
+}
 
 
-def model_of(**fields) -> ModelSection:
-    return resolve(
-        Recipe(model=ModelSection(**SMALL | fields), train=TrainSection(steps=1)), vocab_size=30
-    ).model
+def model_of(**fields: Any) -> ModelSection:
+    section = ModelSection(**SMALL | fields)
+    return resolve(Recipe(model=section, train=TrainSection(steps=1)), vocab_size=section.vocab_size).model
 
 
 def weights_of(model: ModelSection, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -73,6 +82,7 @@ def pools():
         (2, 2, "flat", {}, torch.float32),
         (4, 2, "nested", {"dim": 20, "head_dim": 6, "vocab_size": 31}, torch.bfloat16),
         (4, 4, "", {"kv_heads": 4}, torch.float32),
+        (4, 1, "flat", {"vocab_size": 9}, torch.bfloat16),
     ],
 )
 @pytest.mark.parametrize("names", ["2025", "2026"])
@@ -100,6 +110,9 @@ def test_what_pytorch_writes_is_read_bit_by_bit(tmp_path, pools, world, tp, more
         c for t in found.values() for c in t.chunks if len(t.shape) == 2 and c[0][1] != (0, t.shape[1])
     ]
     assert bool(columns) == (tp > 1)
+    listed = pickle.loads((tmp_path / "dcp" / METADATA).read_bytes()).state_dict_metadata
+    empty = [c for about in listed.values() for c in getattr(about, "chunks", ()) if 0 in c.sizes]
+    assert bool(empty) == (model.vocab_size == 9)  # 3, 3, 3 and no row
     assert ("optimizer" in others) == bool(more)
 
 

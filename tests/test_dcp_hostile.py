@@ -85,7 +85,7 @@ def place(metadata: Metadata, **fields: Any) -> None:
         metadata.storage_data[index] = _StorageInfo(**{**vars(metadata.storage_data[index]), **fields})
 
 
-def chunks(metadata: Metadata, *boxes: tuple[tuple[int, int], tuple[int, int]]) -> None:
+def chunks(metadata: Any, *boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     """Cuts the tensor into chunks (offsets, sizes), whose bytes are those of the whole one."""
     found = [ChunkStorageMetadata(torch.Size(a), torch.Size(n)) for a, n in boxes]
     for name in (NAME, NAME.replace(".wk", ".qkv_linear.wk")):
@@ -245,9 +245,9 @@ def test_large_metadata(folder):
     assert "has more than 268,435,456 bytes" in refused(folder)
 
 
-def saved(*tensors_: torch.Tensor | Evil, **how: Any) -> bytes:
+def saved(what: Any, **how: Any) -> bytes:
     content = io.BytesIO()
-    torch.save(tensors_[0], content, **how)
+    torch.save(what, content, **how)
     return content.getvalue()
 
 

@@ -44,6 +44,7 @@ def values(content: bytes, names: Set[str]) -> Any:
         del stack[start:]
         return found
 
+    given: Any
     for opcode, given, at in pickletools.genops(content):
         match opcode.name:
             case "BINGET" | "LONG_BINGET":
@@ -78,7 +79,7 @@ def values(content: bytes, names: Set[str]) -> Any:
             case "NEWTRUE" | "NEWFALSE":
                 stack.append(opcode.name == "NEWTRUE")
             case "BINPERSID":
-                stack.append(Made("persistent", *pop(1), []))
+                stack.append(Made("persistent", pop(1)[0], []))
             case "MARK":
                 marks.append(len(stack))
             case "PROTO" | "FRAME" | "STOP":

@@ -82,8 +82,6 @@ def tensors(folder: Path) -> tuple[dict[str, Stored], Counter[str]]:
 def _chunks(folder: Path, name: str, shape: Shape, itemsize: int, chunks: Any, places: Any) -> Iterator[Any]:
     for chunk in (_fields(chunk, "ChunkStorageMetadata") for chunk in chunks):
         offsets, sizes = _whole(*chunk["offsets"].args), _whole(*chunk["sizes"].args)
-        if 0 in sizes:  # of a rank that has nothing
-            continue
         lies, least = places[name, offsets], prod(sizes) * itemsize
         file, (start, size) = _text(lies["relative_path"]), _whole([lies["offset"], lies["length"]])
         box = tuple((a, a + n) for a, n in zip(offsets, sizes, strict=True))
@@ -105,7 +103,8 @@ def _read(folder: Path, shape: Shape, dtype: torch.dtype, chunks: Sequence[Chunk
         part = out[tuple(slice(*span) for span in box)]
         whole = part if part.is_contiguous() else torch.empty(part.shape, dtype=dtype)
         with _sound(folder / name), files.open_file(folder / name) as file:
-            _fill(whole, zipfile.ZipFile(_UpTo(file.fileno(), start + size, access=mmap.ACCESS_READ)))
+            content: Any = _UpTo(file.fileno(), start + size, access=mmap.ACCESS_READ)
+            _fill(whole, zipfile.ZipFile(content))
         part.copy_(whole)  # does nothing if it is the same
     return out
 
@@ -133,10 +132,10 @@ def _fill(out: Tensor, archive: zipfile.ZipFile) -> None:
         raise ValueError(f"no tensor of {out.dtype}, shape {list(out.shape)}, with its elements in order")
     if byteorder in archive.namelist() and archive.read(byteorder) != b"little":
         raise ValueError("its bytes are in big-endian order")
-    content = memoryview(out.reshape(-1).view(torch.uint8).numpy())
+    content = out.reshape(-1).view(torch.uint8).numpy().data
     with archive.open(record) as elements:
         for at in range(0, out.nbytes, PIECE):
-            elements.readinto(content[at : at + PIECE])  # behind the last one, their checksum is compared
+            content[at : at + PIECE] = elements.read(PIECE)  # behind the last one, their checksum is compared
 
 
 @contextmanager
