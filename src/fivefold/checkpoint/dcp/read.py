@@ -26,7 +26,7 @@ from fivefold.sharding.parts import Shape
 
 METADATA = ".metadata"
 MOST_METADATA = 256 << 20
-"""Bytes of the metadata: about 200 for each chunk of each tensor. Objects in memory take up to 50 times as much."""
+"""Bytes of the metadata: about 150 for each chunk of a tensor. Objects in memory take 12 times as much, at worst 50."""
 MOST_MORE = 1 << 20
 """Bytes of a chunk in its file beyond its elements. PyTorch needs about 1,500."""
 PIECE = 4 << 20
