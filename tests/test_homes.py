@@ -176,7 +176,7 @@ MODULES = {
     "torch": {"save"},
 }
 OTHER_WRITES = {  # what is written another way, and why
-    ("checkpoint/source.py", "save_file"): "safetensors' own; the folder is flushed before it gets its name",
+    ("checkpoint/dcp/write.py", "torch.save"): "into a file of `files`",
     ("parallel/offload/disk.py", "os.open"): "files without a name",
     **dict.fromkeys(
         [

@@ -1,1 +1,1 @@
-"""Checkpoints: safetensors and JSON, never pickle."""
+"""Checkpoints: safetensors and JSON. `dcp` reads and writes those of PyTorch, without unpickling."""

@@ -238,20 +238,20 @@ def checked(manifest: Manifest) -> Manifest:
                     raise ValueError(
                         f"{what} has a piece with the key {piece.key!r:.120} instead of {wanted!r:.120}"
                     )
-            _once(what, entry)
+            once(what, entry.shape, [piece.box for piece in entry.pieces])
     return manifest
 
 
-def _once(what: str, entry: Entry) -> None:
-    """Raises ValueError unless the pieces hold each element of the tensor once."""
-    boxes = sorted(piece.box for piece in entry.pieces)
+def once(what: str, shape: Sequence[int], boxes: Iterable[Box]) -> None:
+    """Raises ValueError unless these boxes, which lie inside of a tensor, hold each of its elements once."""
+    boxes = sorted(boxes)
     held = sum(math.prod(stop - start for start, stop in box) for box in boxes)
-    wanted = math.prod(entry.shape)
+    wanted = math.prod(shape)
     if held != wanted:
         raise ValueError(
             f"the pieces of {what} hold {held} of its {wanted} elements: the checkpoint is incomplete"
         )
-    if not entry.shape:
+    if not shape:
         return  # one number, in one piece
     for number, box in enumerate(boxes):
         for other in boxes[number + 1 :]:

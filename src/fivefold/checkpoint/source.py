@@ -1,6 +1,6 @@
 """Weights to start from: a checkpoint or a Hugging Face folder, read part by part. Checkpoints may leave frozen weights
 to such a source (`checkpoint.frozen = false`). Runs as Hugging Face folders, and such folders as runs. Only safetensors
-and JSON are read, never pickle."""
+and JSON are read, and DCP folders by a reader of their own, never by pickle."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from fivefold import files
 from fivefold.checkpoint import store, write
+from fivefold.checkpoint.dcp.read import METADATA, tensors
+from fivefold.checkpoint.dcp.titan import from_titan, to_titan
 from fivefold.checkpoint.manifest import MANIFEST, Box, Damaged
 from fivefold.data.chat import TEMPLATE_FILE, ChatTemplate, beside
 from fivefold.data.tokenizer import KNOWN_MASKS, NoSuchToken, Tokenizer, load_tokenizer
 from fivefold.data.tokenizer import MOST_BYTES as MOST_TOKENIZER
 from fivefold.errors import UserError
-from fivefold.models.card import card_of
-from fivefold.models.hf import INDEX, WEIGHTS, from_hf, from_hf_config, hf_config, made_from_hf, to_hf
+from fivefold.models.hf import INDEX, WEIGHTS, Weight, for_hf, from_hf_config, held, hf_config, made_from_hf
 from fivefold.models.section import ModelSection
 from fivefold.recipe import DataSection, Recipe, TrainSection, load, to_toml
 from fivefold.recipe.load import hf_model
@@ -51,20 +52,29 @@ class Source:
         self.reader = store.Reader(checkpoint) if checkpoint is not None else None
         if self.reader is None:
             model = ModelSection(**hf_model(folder))
-            self._made = made_from_hf(read_weights(folder), model)
-            self._shapes = card_of(model).parameters | card_of(model).buffers
+            self._made = made_from_hf(read_weights(folder, model), model)
 
     def names(self) -> list[str]:
         return self.reader.names("model") if self.reader else list(self._made)
 
     def shape(self, name: str) -> Shape:
-        return self.reader.shape("model", name) if self.reader else self._shapes[name]
+        return self.reader.shape("model", name) if self.reader else self._made[name].shape
+
+    def weight(self, name: str) -> Weight:
+        """A weight that is read when it is needed."""
+        shape = self.shape(name)
+        dtype = self.reader.dtype("model", name) if self.reader else self._made[name].dtype
+
+        def read(rows: tuple[int, int] | None = None) -> Tensor:
+            return self.read(name, rows and (rows, *store.all_of(shape[1:])))
+
+        return Weight(shape, dtype, read)
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """The elements of a weight in a box (None: all). Raises UserError: they are damaged, or not finite."""
         if self.reader:
             return self.reader.read("model", name, box)
-        tensor = self._made[name](span=box[0] if box else None)
+        tensor = self._made[name].read(box[0] if box else None)
         if box is not None:
             tensor = tensor[(slice(None), *(slice(*span) for span in box[1:]))]
         if why := store.odd_numbers(tensor):
@@ -144,24 +154,35 @@ def tokenizer_of(run: Path, checkpoint: Path) -> Tokenizer | None:
 def weights_of(checkpoint: Path) -> dict[str, Tensor]:
     """All weights of a checkpoint, also those that it leaves to a source, in one dtype where some are frozen: the
     widest of any. Raises UserError: a file is damaged or missing."""
-    reader = store.Reader(checkpoint)
+    return {name: weight.read() for name, weight in unread_weights(checkpoint).items()}
+
+
+def unread_weights(checkpoint: Path) -> dict[str, Weight]:
+    """The same, each read when it is needed."""
+    source = Source(checkpoint, checkpoint)
+    reader = source.reader
+    assert reader is not None
     reader.check(*(file for file in reader.files if file.startswith("model")), threads=store.threads())
-    found = {name: reader.read("model", name) for name in reader.names("model")}
+    found = {name: source.weight(name) for name in source.names()}
     left = Elsewhere.of(checkpoint, reader.meta)
     if left is not None:
         source = left.open()
         if source.reader is not None:
             source.reader.check(*source.reader.files)
-        found |= {name: source.read(there) for name, there in left.names.items()}
-    real = {t.dtype for t in found.values() if t.is_floating_point()}
+        found |= {name: source.weight(there) for name, there in left.names.items()}
+    real = {w.dtype for w in found.values() if w.dtype.is_floating_point}
     if len(real) < 2 or not reader.meta.get(FROZEN):
         return found
     widest = max(real, key=lambda dtype: dtype.itemsize)
-    return {name: t.to(widest) if t.is_floating_point() else t for name, t in found.items()}
+
+    def wide(weight: Weight) -> Weight:
+        return replace(weight, dtype=widest, read=lambda rows=None: weight.read(rows).to(widest))
+
+    return {name: wide(w) if w.dtype.is_floating_point else w for name, w in found.items()}
 
 
 def weight_files(source: Path) -> list[str]:
-    """model.safetensors, or the files that its index names."""
+    """model.safetensors, the files that its index names, or those of a DCP folder."""
     if (source / INDEX).is_file():
         weight_map = read_config(source / INDEX, files.MOST_INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
@@ -172,6 +193,8 @@ def weight_files(source: Path) -> list[str]:
                 raise UserError(f"{source / INDEX}: {file!r} is not the name of a file beside it")
     elif (source / WEIGHTS).is_file():
         names = [WEIGHTS]
+    elif _is_dcp(source):
+        names = [METADATA, *sorted({file for t in tensors(source)[0].values() for _, file, *_ in t.chunks})]
     elif pickles := sorted(f.name for pattern in ("*.bin", "*.pt", "*.pth") for f in source.glob(pattern)):
         raise UserError(
             f"{source / pickles[0]}: pickle files are refused, because opening one can run any code. Use the "
@@ -183,8 +206,19 @@ def weight_files(source: Path) -> list[str]:
     return names
 
 
-def read_weights(source: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, mapped into memory."""
+def _is_dcp(source: Path) -> bool:
+    return (source / METADATA).is_file() and not any((source / name).is_file() for name in (INDEX, WEIGHTS))
+
+
+def left_out(source: Path) -> dict[str, int]:
+    """How many values a DCP folder has that an import leaves out, by how their names begin: {"optimizer": 870, ...}."""
+    return dict(tensors(source)[1]) if _is_dcp(source) else {}
+
+
+def read_weights(source: Path, model: ModelSection) -> dict[str, Weight]:
+    """All tensors of a folder by Hugging Face's names; safetensors are mapped into memory."""
+    if _is_dcp(source):
+        return from_titan(source, model)
     weights: dict[str, Tensor] = {}
     for file in weight_files(source):
         try:
@@ -195,7 +229,7 @@ def read_weights(source: Path) -> dict[str, Tensor]:
             raise UserError(f"{source / file} is missing, though {INDEX} names it") from None
         except SafetensorError as error:
             raise UserError(f"{source / file} is not a complete safetensors file: {error}") from None
-    return weights
+    return held(weights)
 
 
 def read_config(path: Path, most: int = files.MOST_JSON) -> dict[str, Any]:
@@ -222,13 +256,16 @@ def export_run(
     checkpoint: Path | None = None,
     weights: Mapping[str, Tensor] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    dcp: bool = False,
 ) -> Path:
     """Writes a run's weights as a folder that `transformers` loads: config.json, generation_config.json,
-    model.safetensors (several and an index beyond `max_shard_bytes`), and the tokenizer if the run has one.
+    model.safetensors (several and an index beyond `max_shard_bytes`), and the tokenizer if the run has one. Weights are
+    read and written one by one.
 
     Args:
         checkpoint: folder of the checkpoint; None: the run's latest.
         weights: by name, to be written instead, such as merged ones.
+        dcp: writes PyTorch's distributed format with torchtitan's names, instead of safetensors.
 
     Raises:
         UserError: the run has no checkpoint, or `out` exists and is not empty.
@@ -236,8 +273,8 @@ def export_run(
     files.guard(run)
     recipe = load(run / "recipe.toml")
     checkpoint = checkpoint or store.latest(run)
-    state = dict(weights) if weights is not None else weights_of(checkpoint)
-    theirs = to_hf(state, recipe.model)
+    theirs = for_hf(held(weights) if weights is not None else unread_weights(checkpoint), recipe.model)
+    titan = to_titan(theirs, recipe.model) if dcp else {}
     tokenizer = None
     with suppress(NoSuchToken):  # without an end token it is exported as it is
         tokenizer = tokenizer_of(run, checkpoint)
@@ -245,7 +282,12 @@ def export_run(
         token_ids = _write_text_files(run, folder, recipe, tokenizer)
         config = hf_config(recipe.model, next(iter(theirs.values())).dtype)
         _write_json(folder / "config.json", config | token_ids)
-        _write_weights(folder, theirs, max_shard_bytes)
+        if dcp:
+            from fivefold.checkpoint.dcp.write import save  # PyTorch's writer takes a second to import
+
+            save(folder, titan)
+        else:
+            _write_weights(folder, theirs, max_shard_bytes)
     return out
 
 
@@ -259,7 +301,7 @@ def import_folder(source: Path, out: Path) -> Path:
     files.guard(source)
     config = read_config(source / "config.json")
     model = from_hf_config(config, source)
-    state = from_hf(read_weights(source), model)
+    weights = made_from_hf(read_weights(source, model), model)
     assert model.vocab_size is not None
     if has_tokenizer := (source / "tokenizer.json").is_file():
         with suppress(NoSuchToken):  # an end token can be named later
@@ -271,28 +313,22 @@ def import_folder(source: Path, out: Path) -> Path:
         text = to_toml(recipe, f"Weights imported from a Hugging Face {config['model_type']}.")
         files.write(folder / "recipe.toml", text)
         _copy_text_files(source, folder)
-        write.save(store.folder_of(folder, 0), state, None, {"step": 0, "tokens": 0})
+        write.save(store.folder_of(folder, 0), write.unread(weights), None, {"step": 0, "tokens": 0})
     return out
 
 
-def _write_weights(folder: Path, weights: Mapping[str, Tensor], max_shard_bytes: int) -> None:
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, tensor in weights.items():
-        if shards[-1] and size + tensor.nbytes > max_shard_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
-    if len(shards) == 1:
-        save_file(shards[0], folder / WEIGHTS, metadata={"format": "pt"})
-        return
-    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+def _write_weights(folder: Path, weights: Mapping[str, Weight], max_shard_bytes: int) -> None:
+    shards = list(write.cut(write.unread(weights), max_shard_bytes))
+    names, count = [WEIGHTS], len(shards)
+    if count > 1:
+        names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    writing = write.Writing(folder, {}, {}, finite=False)
     for file, shard in zip(names, shards, strict=True):
-        save_file(shard, folder / file, metadata={"format": "pt"})
-    weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-    total = sum(tensor.nbytes for tensor in weights.values())
-    _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        writing.write_shard(folder / file, shard, format="pt")
+    if count > 1:
+        weight_map = {piece.name: file for file, shard in zip(names, shards, strict=True) for piece in shard}
+        total = sum(piece.tensor.nbytes for shard in shards for piece in shard)
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _write_text_files(run: Path, folder: Path, recipe: Recipe, tokenizer: Tokenizer | None) -> dict[str, Any]:

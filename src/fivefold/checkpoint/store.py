@@ -69,6 +69,10 @@ class Reader:
         """The shape of a tensor. Raises KeyError if the checkpoint lacks it."""
         return self.manifest.tensors[kind][name].shape
 
+    def dtype(self, kind: str, name: str) -> torch.dtype:
+        """Raises KeyError if the checkpoint lacks the tensor."""
+        return getattr(torch, DTYPES[self.manifest.tensors[kind][name].dtype])
+
     def read(self, kind: str, name: str, box: Box | None = None) -> Tensor:
         """The elements of a tensor in a box (None: all).
 

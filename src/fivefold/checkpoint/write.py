@@ -25,6 +25,7 @@ from fivefold.comm.progress import progress
 from fivefold.errors import BusyError, UserError, system_error
 from fivefold.files import flush, make_folder, remove, rename, stream
 from fivefold.files import write as write_file
+from fivefold.models.hf import Weight
 
 MAX_SHARD_BYTES = 256 << 20
 """Of a file. Several are hashed at once when they are read."""
@@ -39,13 +40,15 @@ _CODES = {name: code for code, name in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of tensor `name`: the elements [start, stop) along each dim of its shape. buffer: as in `Entry`."""
+    """A box of tensor `name`: the elements [start, stop) along each dim of its shape. buffer: as in `Entry`. read:
+    reads them when they are written; `tensor` then has only a shape and a dtype."""
 
     name: str
     tensor: Tensor
     shape: tuple[int, ...]
     box: Box
     buffer: bool = False
+    read: Callable[[], Tensor] | None = None
 
 
 Pieces = Mapping[str, Iterable[Piece]]
@@ -54,6 +57,12 @@ Pieces = Mapping[str, Iterable[Piece]]
 
 def whole_pieces(tensors: Mapping[str, Tensor], buffers: bool = False) -> list[Piece]:
     return [Piece(n, t, tuple(t.shape), all_of(t.shape), buffers) for n, t in tensors.items()]
+
+
+def unread(weights: Mapping[str, Weight]) -> list[Piece]:
+    """Pieces of weights that are read one by one, each when it is written."""
+    about = {name: torch.empty(w.shape, dtype=w.dtype, device="meta") for name, w in weights.items()}
+    return [replace(piece, read=weights[piece.name].read) for piece in whole_pieces(about)]
 
 
 @dataclass(frozen=True)
@@ -120,9 +129,9 @@ class Writing:
         with self._explained():
             listed: dict[str, Any] = {"files": {}, "tensors": []}
             for kind in KINDS:
-                for number, shard in enumerate(_shards(self.pieces[kind], self.max_shard_bytes), 1):
+                for number, shard in enumerate(cut(self.pieces[kind], self.max_shard_bytes), 1):
                     name = f"{kind}-{self.axis.index:05d}-{number:05d}.safetensors"
-                    listed["files"][name] = self._write_shard(self.temporary / name, shard)
+                    listed["files"][name] = self.write_shard(self.temporary / name, shard)
                     listed["tensors"] += [
                         [kind, p.name, p.shape, _code(p.tensor), name, p.box, p.buffer] for p in shard
                     ]
@@ -162,9 +171,9 @@ class Writing:
         """The list of a rank's files, once they are written."""
         return self.temporary / f"part-{rank:05d}.json"
 
-    def _write_shard(self, path: Path, shard: list[Piece]) -> dict[str, Any]:
-        """Writes a safetensors file and returns its hash and size."""
-        header, start = {}, 0
+    def write_shard(self, path: Path, shard: list[Piece], **about: str) -> dict[str, Any]:
+        """Writes a safetensors file and returns its hash and size. about: what it says of itself."""
+        header, start = {"__metadata__": about} if about else dict[str, Any](), 0
         for piece in shard:
             stop = start + piece.tensor.nbytes
             shape = [b - a for a, b in piece.box]
@@ -180,7 +189,7 @@ class Writing:
         with stream(path) as file:
             _put(file, digest, len(text).to_bytes(8, "little") + text)
             for piece in shard:
-                tensor = piece.tensor.detach().cpu().contiguous()
+                tensor = (piece.read() if piece.read else piece.tensor).detach().cpu().contiguous()
                 if self.finite and (why := odd_numbers(tensor, piece.buffer)):
                     raise UserError(f"cannot write the checkpoint {self.folder}: {piece.name!r:.120} {why}")
                 _put(file, digest, tensor.reshape(-1).view(torch.uint8).numpy().data)
@@ -220,7 +229,7 @@ def _put(file: IO[bytes], digest: Any, content: bytes | memoryview) -> None:
         progress.get_on()
 
 
-def _shards(pieces: Iterable[Piece], max_bytes: int) -> Iterator[list[Piece]]:
+def cut(pieces: Iterable[Piece], max_bytes: int) -> Iterator[list[Piece]]:
     """The pieces of each file: those with the largest elements first, so that all begin at a multiple of their size."""
     shards: list[list[Piece]] = []
     size = 0

@@ -1,7 +1,7 @@
 """What is done with a run. `fivefold checkpoints RUN` lists, verifies, prunes and copies its checkpoints. `fivefold
-export RUN DIR` writes a model as a Hugging Face folder, `fivefold import DIR` makes a run of one. `fivefold report RUN
-...` writes the page of a run, of several runs side by side, or of a sweep. `fivefold eval RUN`: perplexity of texts,
-multiple choice and completions by likelihood."""
+export RUN DIR` writes a model as a Hugging Face or DCP folder, `fivefold import DIR` makes a run of one. `fivefold
+report RUN ...` writes the page of a run, of several runs side by side, or of a sweep. `fivefold eval RUN`: perplexity
+of texts, multiple choice and completions by likelihood."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ EXAMPLES = [
     "fivefold checkpoints runs/first --copy /backup/first --step 40",
     "fivefold checkpoints runs/first --prune",
     "fivefold export runs/first my-model",
+    "fivefold export runs/first my-dcp --dcp",
     "fivefold import my-model --out runs/imported",
     "fivefold report runs/first",
     "fivefold report runs/first --live",
@@ -143,6 +144,7 @@ def export(
     run: options.RunArgument,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write.")],
     step: options.StepOption = None,
+    dcp: Annotated[bool, flag("PyTorch's distributed format, as torchtitan loads it.", "--dcp")] = False,
     json: options.JsonOption = False,
 ) -> None:
     """Export a model as a Hugging Face folder.
@@ -153,25 +155,33 @@ def export(
     from fivefold.checkpoint import store
     from fivefold.checkpoint.source import export_run
 
-    export_run(run, folder, checkpoint=store.chosen(run, step))
+    export_run(run, folder, checkpoint=store.chosen(run, step), dcp=dcp)
     print_json({"folder": str(folder)}) if json else print(folder)
 
 
 def import_(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder with config.json and safetensors.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="A folder with config.json and safetensors, or a DCP folder."),
+    ],
     out: Annotated[Path, option("RUN", "Run folder to write.")],
     json: options.JsonOption = False,
 ) -> None:
     """Import a Hugging Face folder as a run.
 
-    Works for Llama, Mistral, Qwen3, OLMo 2, Mixtral, GPT-2 and BERT models. Generate from the run, or train it further.
+    Works for Llama, Mistral, Qwen3, OLMo 2, Mixtral, GPT-2 and BERT models, and for torchtitan's Llama 3 checkpoints
+    with the model's config.json beside them. Generate from the run, or train it further.
     """
     if not (folder / "config.json").is_file():
-        raise UserError(f"'{folder}' is not a Hugging Face model: it has no config.json")
-    from fivefold.checkpoint.source import import_folder
+        dcp = ". Put the model's beside the DCP checkpoint" if (folder / ".metadata").exists() else ""
+        raise UserError(f"'{folder}' is not a Hugging Face model: it has no config.json{dcp}")
+    from fivefold.checkpoint.source import import_folder, left_out
 
     import_folder(folder, out)
-    print_json({"run": str(out)}) if json else print(out)
+    left = left_out(folder)
+    if left and not json:
+        print(f"left out: {', '.join(f'{n:,} of {name}' for name, n in left.items())}", file=sys.stderr)
+    print_json({"run": str(out), "left_out": left}) if json else print(out)
 
 
 COMPARISON = Path("comparison.html")

@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -47,6 +47,24 @@ class Entry:
     """Rows of our weight for each of several tensors there."""
     transpose: bool = False
     """True if it is stored transposed there (the `Conv1D` of GPT-2)."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight that is read when it is needed: all of it by `read()`, rows of one of ours by `read((start, stop))`."""
+
+    shape: Shape
+    dtype: torch.dtype
+    read: Callable[..., Tensor]
+
+
+def held(state: Mapping[str, Tensor]) -> dict[str, Weight]:
+    """Tensors in memory as weights."""
+
+    def rows_of(tensor: Tensor, rows: tuple[int, int] | None = None) -> Tensor:
+        return tensor[slice(*rows)] if rows else tensor
+
+    return {n: Weight(tuple(t.shape), t.dtype, partial(rows_of, t)) for n, t in state.items()}
 
 
 def same(ours: str, theirs: str, *kinds: str) -> list[Entry]:
@@ -105,21 +123,38 @@ NAMES = tuple(d.torch for d in DTYPES.values() if d.stored and d.multiplied)
 def to_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tensor]:
     """Our weights by name -> theirs, in the same dtypes. Fused matrices are split into views. Raises as
     `require_weights` and `hf_config`."""
+    return {name: weight.read() for name, weight in for_hf(held(state), model).items()}
+
+
+def for_hf(state: Mapping[str, Weight], model: ModelSection) -> dict[str, Weight]:
+    """The same, each weight read when it is needed, and only its rows."""
     require_weights(state, model)
-    theirs: dict[str, Tensor] = {}
+    theirs: dict[str, Weight] = {}
     for entry in _exchange_of(model).entries(model):
-        tensor = state[entry.ours]
-        if entry.transpose:
-            tensor = tensor.t().contiguous()
-        if tensor.ndim == 3:  # experts, one under the other
-            tensor = tensor.flatten(0, 1)
-        parts = tensor.split(list(entry.rows)) if entry.rows else [tensor]
-        theirs.update(zip(entry.theirs, parts, strict=True))
-    copies = _copies(_exchange_of(model), model)  # files have no two names for one weight
-    return theirs | {name: theirs[original].clone() for name, original in copies.items()}
+        weight, start = state[entry.ours], 0
+        shape = weight.shape[::-1] if entry.transpose else weight.shape
+        whole, rest = math.prod(shape[:-1] or shape), shape[-1:] if len(shape) > 1 else ()
+        for name, rows in zip(entry.theirs, entry.rows or (whole,), strict=True):
+            read = partial(_theirs, weight, entry.transpose, start, start + rows)
+            theirs[name], start = Weight((rows, *rest), weight.dtype, read), start + rows
+    for name, original in _copies(
+        _exchange_of(model), model
+    ).items():  # files have no two names for one weight
+        weight = theirs[original]
+        theirs[name] = replace(weight, read=lambda weight=weight: weight.read().clone())
+    return theirs
 
 
-def require_weights(state: Mapping[str, Tensor], model: ModelSection) -> None:
+def _theirs(weight: Weight, transpose: bool, start: int, stop: int) -> Tensor:
+    if transpose:
+        return weight.read().t().contiguous()[start:stop]
+    each = weight.shape[1] if len(weight.shape) == 3 else 1  # experts, one under the other
+    first = start // each
+    tensor = weight.read((first, -(-stop // each)))
+    return (tensor.flatten(0, 1) if tensor.ndim == 3 else tensor)[start - first * each : stop - first * each]
+
+
+def require_weights(state: Mapping[str, Tensor | Weight], model: ModelSection) -> None:
     """Raises UserError: names or shapes are not those of the model that `model` describes."""
     shapes = card_of(model).parameters | card_of(model).buffers
     if state.keys() != shapes.keys():
@@ -133,14 +168,13 @@ def require_weights(state: Mapping[str, Tensor], model: ModelSection) -> None:
 
 def from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tensor]:
     """Their weights by name -> ours, in the same dtypes. Raises as `made_from_hf`."""
-    return {name: make() for name, make in made_from_hf(state, model).items()}
+    return {name: weight.read() for name, weight in made_from_hf(held(state), model).items()}
 
 
-def made_from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Callable[..., Tensor]]:
-    """Functions that make our weights of theirs, by name, each at its call; or of a weight only the rows of a `span`.
-    Weights in 8 bits with a scale per block become those of the embedding's dtype. Raises UserError: weights are
-    missing, unknown, of another shape or dtype than `model` says, or stored twice with different values; all of it in
-    one message."""
+def made_from_hf(state: Mapping[str, Weight], model: ModelSection) -> dict[str, Weight]:
+    """Our weights of theirs, by name, each read and made when it is needed. Weights in 8 bits with a scale per block
+    become those of the embedding's dtype. Raises UserError: weights are missing, unknown, of another shape or dtype
+    than `model` says, or stored twice with different values; all of it in one message."""
     exchange = file_of(model.arch, "hf")
     rename = getattr(exchange, "rename", str)
     given = {new: tensor for name, tensor in state.items() if (new := rename(name)) is not None}
@@ -152,25 +186,29 @@ def made_from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, 
         original = copies.get(name)
         if original is None:
             problems.append(f"weight {name} is not part of {exchange.ARCHITECTURE}")
-        elif original in given and not given[name].equal(given[original]):
+        elif original in given and not given[name].read().equal(given[original].read()):
             problems.append(
                 f"weight {name} differs from {original}, though config.json says that they are one"
             )
     _raise_all("the weights do not fit config.json", problems)
 
     shapes = card_of(model).parameters | card_of(model).buffers
-    ours: dict[str, Callable[..., Tensor]] = {}
+    ours: dict[str, Weight] = {}
     wide = given[entries[0].theirs[0]].dtype  # of the embedding, which is never in 8 bits
-    dtypes = {name: t.dtype if _name(t.dtype) in NAMES else None for name, t in given.items()}
+    dtypes = {name: w.dtype if _name(w.dtype) in NAMES else None for name, w in given.items()}
     dtypes |= dict.fromkeys(scales, wide)
     for name, scale in scales.items():
-        (R, C), blocks = given[name].shape, tuple(scale.shape)
+        (R, C), blocks = given[name].shape, scale.shape
         if _name(given[name].dtype) != "float8_e4m3fn" or blocks != (-(-R // BLOCK), -(-C // BLOCK)):
             problems.append(
                 f"weight {name} has dtype {_name(given[name].dtype)}, and scales {blocks}; allowed: float8_e4m3fn with "
                 f"a scale for each {BLOCK} x {BLOCK} block"
             )
     _raise_all("the weights do not fit config.json", problems)
+    given |= {
+        name: replace(given[name], dtype=wide, read=partial(_widened, given[name], scale, wide))
+        for name, scale in scales.items()
+    }
     for entry in entries:
         parts = [given[name] for name in entry.theirs]
         expected = shapes[entry.ours]
@@ -184,46 +222,36 @@ def made_from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, 
             elif (dtype := dtypes[name]) is None or dtype != dtypes[entry.theirs[0]]:
                 allowed = f"{', '.join(NAMES)}, the same for {' and '.join(entry.theirs)}"
                 problems.append(f"weight {name} has dtype {_name(part.dtype)}; allowed: {allowed}")
-        whole = [
-            partial(_whole, part, scales.get(name), wide)
-            for name, part in zip(entry.theirs, parts, strict=True)
-        ]
-        ours[entry.ours] = partial(_ours, whole, first_dims, expected, entry.transpose)
+        read = partial(_ours, parts, expected, entry.transpose)
+        ours[entry.ours] = Weight(expected, parts[0].dtype, read)
     _raise_all("the weights do not fit config.json", problems)
     return ours
 
 
-def _ours(
-    parts: list[Callable[[], Tensor]],
-    rows: Sequence[int],
-    shape: Shape,
-    transpose: bool,
-    span: tuple[int, int] | None = None,
-) -> Tensor:
-    """Ours, or of a stack of several the entries [span) of its first dim, from no more of their `parts` than needed."""
+def _ours(parts: list[Weight], shape: Shape, transpose: bool, rows: tuple[int, int] | None = None) -> Tensor:
+    """Ours, or of a stack of several the `rows` of its first dim, from no more of their `parts` than needed."""
     import torch
 
-    if len(parts) == 1 or span is None:
-        tensor = torch.cat([part() for part in parts]) if len(parts) > 1 else parts[0]()
+    if len(parts) == 1 or rows is None:
+        tensor = torch.cat([part.read() for part in parts]) if len(parts) > 1 else parts[0].read()
         tensor = tensor.t().contiguous() if transpose else tensor.view(shape)
-        return tensor if span is None else tensor[slice(*span)]
+        return tensor if rows is None else tensor[slice(*rows)]
     each, at, found = math.prod(shape[1:-1]), 0, []
-    start, stop = each * span[0], each * span[1]
-    for part, count in zip(parts, rows, strict=True):
+    start, stop = each * rows[0], each * rows[1]
+    for part in parts:
+        count = part.shape[0]
         if max(start, at) < min(stop, at + count):
-            found.append(part()[max(start - at, 0) : min(stop - at, count)])
+            found.append(part.read()[max(start - at, 0) : min(stop - at, count)])
         at += count
-    return torch.cat(found).view(span[1] - span[0], *shape[1:])
+    return torch.cat(found).view(rows[1] - rows[0], *shape[1:])
 
 
-def _whole(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """A weight of theirs; if it is in 8 bits, times the scale of each block, in fp32, rounded to `dtype` (DeepSeek-V3,
-    arXiv 2412.19437, section 3.3)."""
-    if scale is None:
-        return weight
+def _widened(weight: Weight, scale: Weight, dtype: torch.dtype) -> Tensor:
+    """A weight in 8 bits, times the scale of each block, in fp32, rounded to `dtype` (DeepSeek-V3, arXiv 2412.19437,
+    section 3.3)."""
     R, C = weight.shape
-    factors = scale.float().repeat_interleave(BLOCK, 0)[:R].repeat_interleave(BLOCK, 1)[:, :C]
-    return weight.float().mul_(factors).to(dtype)
+    factors = scale.read().float().repeat_interleave(BLOCK, 0)[:R].repeat_interleave(BLOCK, 1)[:, :C]
+    return weight.read().float().mul_(factors).to(dtype)
 
 
 def _copies(exchange: ModuleType, model: ModelSection) -> dict[str, str]:

@@ -174,12 +174,14 @@ class Run:
         """
         return weights_of(self.checkpoint)
 
-    def export(self, folder: Path | str, weights: Mapping[str, Tensor] | None = None) -> Path:
-        """Writes the checkpoint as a folder that Hugging Face `transformers` loads.
+    def export(
+        self, folder: Path | str, weights: Mapping[str, Tensor] | None = None, *, dcp: bool = False
+    ) -> Path:
+        """Writes the checkpoint as a folder that Hugging Face `transformers` loads, or with `dcp` torchtitan.
 
         weights: by name, to be written instead, such as those of a module of your own, merged into the recipe's model.
         """
-        return export_run(self.path, Path(folder), checkpoint=self.checkpoint, weights=weights)
+        return export_run(self.path, Path(folder), checkpoint=self.checkpoint, weights=weights, dcp=dcp)
 
     def report(self) -> Path:
         """Writes report.html again and returns its path."""

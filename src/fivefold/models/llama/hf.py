@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fivefold.models.hf import NEEDED, Entry, Fields, same
+from fivefold.models.llama import torchtitan
 from fivefold.models.section import ModelSection
 
 MODEL_TYPE = "llama"
@@ -14,6 +15,7 @@ ALSO = ("mistral",)
 """Other model types with the same computation. They come back as `llama`."""
 ARCHITECTURE = "LlamaForCausalLM"
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+TITAN = torchtitan.names
 LIMITS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
 """Ways of scaling rotary frequencies (`models.layers.rope_frequencies`), with their names of the two limits."""
 NORMS = ("input_layernorm", "post_attention_layernorm")

@@ -252,8 +252,8 @@ def buffers(s: Setting, first: bool, last: bool, some: bool = True) -> Buffers:
 
     Replicas add each gradient to its sum as soon as it exists. FSDP2 (parallel/zero.py) gathers a block's weights
     while the one before it computes. Under stage 3 these are buffers, and so are the weights outside blocks, which
-    stay gathered. The last block's are still there at the loss. After a block's backward, FSDP2 scatters an fp32 copy of its gradient. gloo has no reduce-scatter,
-    so the rank also needs as much to receive into.
+    stay gathered. The last block's are still there at the loss. After a block's backward, FSDP2 scatters an fp32
+    copy of its gradient. gloo has no reduce-scatter, so the rank also needs as much to receive into.
     """
     layout, b, (blocks, before, behind, tied) = s.layout, s.states, elements(s.model, s.layout)
     blocks = blocks if some else [Elements()]
