@@ -13,14 +13,19 @@ block, S keys.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from fivefold.kernels import native
 from fivefold.kernels.blockwise_attention import (
+    PLAIN,
+    Documents,
     Lengths,
+    Scores,
     Shared,
     Tile,
     _flat,
@@ -30,6 +35,7 @@ from fivefold.kernels.blockwise_attention import (
     _stack,
     has_flash,
     heads_of,
+    one_document,
     softmax_shape,
     summed,
     sums_dtype,
@@ -89,13 +95,13 @@ def split_heads_backward(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, tiles: Shared | None = None
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, tiles: Shared | None = None, soft_cap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Attention of q (B, H, Q, d) to k, v (B, K, S, d). Returns output (B, H, Q, d) in q's dtype, lse (B, H, Q) fp32.
 
     Causal: query i sees keys 0..i, and Q = S; in a document, the last query sees the last key. q is contiguous; k and v
     may be cut in S from longer ones. tiles: of packed documents (`Documents.shared`). A query that sees none of the
-    keys has the output 0 and the lse -inf.
+    keys has the output 0 and the lse -inf. soft_cap: see `Scores`; flash attention has none.
     """
     assert tiles is not None or not causal or q.shape[2] == k.shape[2]
     if isinstance(tiles, Lengths) or (tiles is None and has_flash(q)):
@@ -109,6 +115,8 @@ def attend(
         block = tile.rows, slice(None), slice(tile.start, tile.end)
         keys, values = _flat(_keys(k, tile)), _flat(_keys(v, tile))
         p = torch.bmm(wide(_stack(q[block], k.shape[1])), keys.transpose(1, 2))  # (B K, G q, S)
+        if soft_cap:
+            _cap(p, soft_cap, q.shape[3])
         lse[block] = _softmax(p, tile, q.shape[1], causal, q.shape[3]).view(lse[block].shape)
         out[block] = torch.bmm(p, values).view(out[block].shape)
     return out, lse
@@ -128,10 +136,10 @@ def queries(q: Tensor, dout: Tensor, out: Tensor, lse: Tensor) -> Queries:
 
 
 def attend_backward(
-    rows: Queries, k: Tensor, v: Tensor, causal: bool, tiles: Shared | None = None
+    rows: Queries, k: Tensor, v: Tensor, causal: bool, tiles: Shared | None = None, soft_cap: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients over these keys: of q (B, H, Q, d), and of k and v (B, K, S, d). The last two are fp32 if they are sums
-    of many blocks. tiles: as in `attend`."""
+    of many blocks. tiles, soft_cap: as in `attend`."""
     if isinstance(tiles, Lengths) or (tiles is None and has_flash(rows.q)):
         return flash_backward(rows, k, v, causal, tiles)
     K, dq = k.shape[1], torch.empty_like(rows.q) if tiles is None else torch.zeros_like(rows.q)
@@ -144,6 +152,7 @@ def attend_backward(
         part, keys = Queries(*(x[block] for x in rows)), _flat(_keys(k, tile))
         q_rows, do_rows = wide(_stack(part.q, K)), wide(_stack(part.dout, K))  # (B K, G q, d)
         p = torch.bmm(q_rows, keys.transpose(1, 2))
+        slope = _cap(p, soft_cap, rows.q.shape[3]) if soft_cap else None
         ds = torch.bmm(do_rows, _flat(_keys(v, tile)).transpose(1, 2))
         # Scores become probabilities, and ds the gradient of the scores, in place.
         heads, d = part.q.shape[1], part.q.shape[3]
@@ -157,6 +166,8 @@ def attend_backward(
             ds.copy_(exact * (ds.float() - delta) * d**-0.5)
             p.copy_(exact)
             del exact  # before the matmuls
+        if slope is not None:
+            ds.mul_(slope)
         dq[block] = torch.bmm(ds, keys).view(part.q.shape)
         dk_block = torch.bmm(ds.transpose(1, 2), q_rows)
         dv_block = torch.bmm(p.transpose(1, 2), do_rows)
@@ -165,6 +176,115 @@ def attend_backward(
     if dk is None or dv is None:  # no query sees any key
         return dq, torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
     return dq, dk, dv
+
+
+def _cap(products: Tensor, soft_cap: float, d: int) -> Tensor:
+    """Caps scores, given as products of queries and keys, in place. Returns the derivative, 1 - tanh squared."""
+    tanh = (products.float() * (d**-0.5 / soft_cap)).tanh_()
+    products.copy_(tanh * (soft_cap * d**0.5))
+    return tanh.square_().neg_().add_(1)
+
+
+class Sees(NamedTuple):
+    """What queries see: documents; window, cap and sink."""
+
+    documents: Documents | None
+    scores: Scores = PLAIN
+
+    def parts(self, q: Tensor, T: int) -> Documents | None:
+        """The documents of sequences of T tokens, q (B, ...); one each, if only a window hides keys."""
+        hides = self.documents is None and 0 < self.scores.window < T
+        return one_document(len(q), T, q.device) if hides else self.documents
+
+
+class Attends(Protocol):
+    """Attention of queries q (B, H, t, d) to keys and values (2, B, K, t, d), of these and perhaps of other ranks. out
+    and its gradient (B, t, H d); lse (B, H, t) fp32."""
+
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    def attended(self, q: Tensor, kv: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+        """Returns (out, lse). Sinks are not its concern."""
+        ...
+
+    def backward(self, kept: Sequence[Tensor], dout: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+        """Returns gradients of q and kv. kept: q, kv, out, lse, and the number of the documents, if there are any
+        (`numbered`)."""
+        ...
+
+
+class OneRank(NamedTuple):
+    """Attention of a rank that has whole sequences."""
+
+    heads: int
+    kv_heads: int
+    causal: bool
+
+    def attended(self, q: Tensor, kv: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+        out, lse = attend(q, *kv, self.causal, self._tiles(q, sees), sees.scores.soft_cap)
+        return out.transpose(1, 2).flatten(2), lse
+
+    def backward(self, kept: Sequence[Tensor], dout: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+        rows, tiles = of_output(*kept[:4], dout), self._tiles(kept[0], sees)
+        dq, dk, dv = attend_backward(rows, *kept[1], self.causal, tiles, sees.scores.soft_cap)
+        return dq, torch.stack((dk, dv)).to(dq.dtype)
+
+    def _tiles(self, q: Tensor, sees: Sees) -> Shared | None:
+        documents, whole = sees.parts(q, q.shape[2]), ((0, q.shape[2]),)
+        return documents and documents.shared(whole, whole, self.causal, q, sees.scores.window)
+
+
+def of_output(q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> Queries:
+    """The `Queries` of a backward pass. out, dout: (B, T, H d)."""
+    out, dout = (x.unflatten(2, (q.shape[1], -1)).transpose(1, 2).contiguous() for x in (out, dout))
+    return queries(q, dout, out, lse)
+
+
+def attended(qkv: Tensor, cos: Tensor | None, sin: Tensor | None, core: Attends, sees: Sees) -> Tensor:
+    """Attention on one fused projection (B, t, (H + 2K) d), by a core, with a sink if there is one: (B, t, H d)."""
+    sink, scores = sees.scores.sink, sees.scores._replace(sink=None)
+    return _Attended.apply(qkv, sink, cos, sin, core, Sees(sees.documents, scores))
+
+
+class _Attended(Function):
+    """Only this rank's queries, keys and values are kept. A sink takes a share of each query's probabilities, whatever
+    the core computes them by."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        sink: Tensor | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        core: Attends,
+        sees: Sees,
+    ):
+        q, kv = split_heads(qkv, core.heads, core.kv_heads, cos, sin)
+        out, lse = core.attended(q, kv, sees)
+        if sink is not None:
+            whole = torch.logaddexp(lse, sink.float()[:, None])  # (B, H, t)
+            kept_BtH1 = (lse - whole).exp_().transpose(1, 2)[..., None]
+            out, lse = (out.unflatten(2, (core.heads, -1)) * kept_BtH1).to(out.dtype).flatten(2), whole
+        number = None if sees.documents is None else sees.documents.number
+        ctx.save_for_backward(q, kv, out, lse, number, cos, sin, sink)
+        ctx.core, ctx.sees = core, sees
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        *kept, cos, sin, sink = ctx.saved_tensors
+        dsink = None
+        if sink is not None:  # its value is 0
+            (_, _, out, lse, _), heads = kept, len(sink)
+            delta_BtH = (grads[0].float() * out).unflatten(2, (heads, -1)).sum(-1)
+            probability_BHt = (sink.float()[:, None] - lse).exp()
+            dsink = -(probability_BHt * delta_BtH.transpose(1, 2)).sum((0, 2)).to(sink.dtype)
+        dq, dkv = ctx.core.backward(kept, grads[0], ctx.sees)
+        return split_heads_backward(dq, dkv, cos, sin), dsink, *[None] * 4
 
 
 def _tiles(q: Tensor, k: Tensor, causal: bool) -> Sequence[Tile]:
@@ -211,7 +331,9 @@ def flash(
     log-sum-exp, and without that blocks cannot be merged."""
     cumulative, B = _sequences(q, k, lengths), q.shape[0]
     tokens = (_tokens(x, lengths) for x in (q, k, v))
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(*tokens, *cumulative, 0.0, causal, False)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        *tokens, *cumulative, 0.0, causal, False, **_window(lengths)
+    )
     if lengths is not None:  # lse (H, B Q); the kernel writes inf where a query sees no key
         lse = lse.unflatten(1, (B, -1)).transpose(0, 1).contiguous()
         lse = lse.masked_fill_(lse == torch.inf, -torch.inf)
@@ -228,7 +350,7 @@ def flash_backward(
     tokens = (_tokens(x, lengths) for x in (rows.dout, q, k, v, rows.out))
     random = q.new_empty(2, dtype=torch.uint64), q.new_empty(0)  # of dropout: nothing reads it
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        *tokens, lse, *_sequences(q, k, lengths), 0.0, causal, *random
+        *tokens, lse, *_sequences(q, k, lengths), 0.0, causal, *random, **_window(lengths)
     )
     return _heads(dq, B, lengths), _heads(dk, B, lengths), _heads(dv, B, lengths)
 
@@ -236,6 +358,13 @@ def flash_backward(
 def _sequences(q: Tensor, k: Tensor, lengths: Lengths | None) -> tuple[Any, ...]:
     """Four arguments of flash attention: cumulative lengths, or none, and the longest."""
     return (None, None, q.shape[2], k.shape[2]) if lengths is None else (*lengths[:2], *lengths.longest)
+
+
+def _window(lengths: Lengths | None) -> dict[str, int]:
+    """Options of flash attention for a causal window: keys before a query's own, and behind it."""
+    return (
+        {"window_size_left": lengths.window - 1, "window_size_right": 0} if lengths and lengths.window else {}
+    )
 
 
 def _tokens(x: Tensor, lengths: Lengths | None) -> Tensor:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -55,6 +56,8 @@ class Card(ABC):
     """True if the width of a head need not be D / H."""
     attention_biases = False
     """True if the projections of attention may have biases though other layers have none."""
+    windows = False
+    """True if queries may see a window of keys only."""
     latent_attention = False
     """True if queries, keys and values are made from narrow latent vectors (MLA)."""
     has_experts = False
@@ -101,6 +104,31 @@ class Card(ABC):
     def mixed(self) -> tuple[bool, ...]:
         """`is_mixed` of every block."""
         return tuple(map(self.is_mixed, range(self.model.layers)))
+
+    @cached
+    def second(self) -> tuple[bool, ...]:
+        """Of every block, whether it is of the second kind. There are at most two kinds: the second one has experts;
+        or where all or none have them, it sees whole sequences and others see a window."""
+        if len(set(self.mixed)) > 1:
+            return self.mixed
+        windows = [self.window(number) for number in range(self.model.layers)]
+        return tuple(any(self.mixed) if len(set(windows)) < 2 else not window for window in windows)
+
+    def window(self, number: int) -> int:
+        """The keys that a query sees in a block, if they are fewer than a sequence; 0: all."""
+        window = self.model.window(number)
+        return window if window < self.model.seq_len else 0
+
+    @cached
+    def narrow(self) -> int:
+        """The window of the blocks that have one; 0: none has."""
+        return max(map(self.window, range(self.model.layers)), default=0)
+
+    def words_of(self, number: int) -> str:
+        """A block in a few words."""
+        return (
+            "a block" + " with experts" * self.is_mixed(number) + " with a window" * (self.window(number) > 0)
+        )
 
     @cached
     def count(self) -> int:
@@ -175,8 +203,10 @@ class Card(ABC):
 
     def attention_flops(self, number: int) -> float:
         """FLOPs per token, forward and backward, of scores and values in a block."""
-        model = self.model
-        return 6.0 * model.head_width * model.heads * model.seq_len * (1 if self.causal else 2)
+        model, T = self.model, self.model.seq_len
+        window = self.window(number) or T
+        keys = window - window**2 / (2 * T) if self.causal else T  # that a query sees, on average
+        return 12.0 * model.head_width * model.heads * keys
 
     def is_mixed(self, number: int) -> bool:
         """True if a block has experts."""
@@ -194,23 +224,28 @@ class Card(ABC):
 
     def work(self, s: Sizes, program: Program) -> Work:
         """All operations of the model on one rank. s: sizes of the card's model."""
-        blocks = ByKind(lambda kind: self.block_operations(s, program.of(kind[1]), kind[0]))
+        first = self.second.index
+        blocks = ByKind(lambda kind: self.block_operations(s, program.of(kind[1]), first(kind[0])))
         # Each sequence has as many rows of logits as predicted tokens. If sequences are cut, the rows are spread
         # unevenly; the average is used.
         rows = s.B * predicted(self.objective, s.model.seq_len) / s.cp
         end = work.end(s, program.of(eager=True), rows, bool(self.whole_sequences), self.biased)
         return Work(blocks, work.begin(s, program), end)
 
-    def block_operations(self, s: Sizes, program: Program, mixed: bool = False) -> list[Operation]:
-        """Operations of one block, in forward order. mixed: True if the block has experts."""
-        attended = self.attention_operations(s, program)
-        mlp = work.mixture(s, program) if mixed else work.feed_forward(s, program, self.gated, self.biased)
-        return work.block(s, program, attended, mlp, self.biased)
+    def block_operations(self, s: Sizes, program: Program, number: int = 0) -> list[Operation]:
+        """Operations of a block, in forward order."""
+        attended = self.attention_operations(s, program, number)
+        return work.block(s, program, attended, self.feed_forward_operations(s, program, number), self.biased)
 
-    def attention_operations(self, s: Sizes, program: Program) -> list[Operation]:
+    def feed_forward_operations(self, s: Sizes, program: Program, number: int) -> list[Operation]:
+        if self.is_mixed(number):
+            return work.mixture(s, program)
+        return work.feed_forward(s, program, self.gated, self.biased)
+
+    def attention_operations(self, s: Sizes, program: Program, number: int) -> list[Operation]:
         """Operations of a block's attention."""
         biased = self.biased or self.model.attention_bias
-        return work.attention(s, program, self.causal, self.rotary, biased)
+        return work.attention(s, program, self.causal, self.rotary, biased, self.window(number))
 
     def active(self, name: str, size: int) -> int:
         """Number of a parameter's elements that compute a token: for experts, those that the token is routed to."""
@@ -263,14 +298,20 @@ def count_parameters(model: ModelSection) -> int:
     return _resolved(model).count
 
 
-def flops_per_token(model: ModelSection, pairs: float = 1.0) -> float:
+def flops_per_token(model: ModelSection, pairs: Callable[[int], float] | None = None) -> float:
     """FLOPs of forward and backward on one token: 6 per weight in a matmul, plus 12 L D T for attention (half of it if
     causal); without recomputation (PaLM, arXiv 2204.02311, appendix B). Only weights that a token uses count: a masked
-    language model's head works on the masked tokens only, and a token goes to some of the routed experts. pairs: the
-    share of the pairs of tokens that attention sees, if a sequence holds several documents."""
+    language model's head works on the masked tokens only, and a token goes to some of the routed experts. pairs: if a
+    sequence holds several documents, the share of the pairs of tokens that attention sees within a window (0: none)."""
     card = _resolved(model)
     blocks, _, head = card.costs
-    hidden = (1 - pairs) * sum(map(card.attention_flops, range(card.model.layers))) if pairs < 1 else 0.0
+    if pairs is None:
+        return sum(blocks) + head
+    T, hidden = card.model.seq_len, 0.0
+    for window, count in Counter(map(card.window, range(card.model.layers))).items():
+        number = next(n for n in range(card.model.layers) if card.window(n) == window)
+        whole = (2 * T - window + 1) * window / (T * (T + 1)) if window else 1.0
+        hidden += count * card.attention_flops(number) * (1 - min(1.0, pairs(window) / whole))
     return sum(blocks) + head - hidden
 
 

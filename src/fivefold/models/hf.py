@@ -203,8 +203,7 @@ def from_hf_config(config: Mapping[str, Any], folder: Path | None = None) -> Mod
     kind = config.get("model_type")
     kinds: dict[str, str] = {}
     for arch in ARCHITECTURES:
-        exchange = file_of(arch, "hf")
-        kinds |= dict.fromkeys((exchange.MODEL_TYPE, *getattr(exchange, "ALSO", ())), arch)
+        kinds[file_of(arch, "hf").MODEL_TYPE] = arch
     if not isinstance(kind, str) or kind not in kinds:
         near = _nearest(config, _weight_names(folder) if folder else set())
         raise UserError(

@@ -252,12 +252,14 @@ def cached_attention(
 
 
 class Attention(Sublayer):
-    """Self-attention. Rows of `qkv.weight`: H query heads, then K key heads, then K value heads."""
+    """Self-attention. Rows of `qkv.weight`: H query heads, then K key heads, then K value heads. number: of the block,
+    which says what its queries see."""
 
     entry = "qkv"
 
-    def __init__(self, model: ModelSection, bias: bool, causal: bool = True) -> None:
+    def __init__(self, model: ModelSection, bias: bool, number: int = 0, causal: bool = True) -> None:
         super().__init__()
+        self.window = model.window(number)
         heads, kv_heads, d = model.heads, model.kv_heads or model.heads, model.head_width
         self.qkv = Linear(model.dim, (heads + 2 * kv_heads) * d, bias=bias)
         self.core = AttentionCore(heads, kv_heads, causal)
@@ -276,12 +278,19 @@ class Attention(Sublayer):
             return self.finish(qkv, *tables, documents=documents)
         cos, sin = tables or (None, None)
         return self.out(
-            cached_attention(self.prepare(qkv), self.core.heads, self.core.kv_heads, cos, sin, cache)
+            cached_attention(
+                self.prepare(qkv), self.core.heads, self.core.kv_heads, cos, sin, cache, self.scores
+            )
         )
+
+    @property
+    def scores(self) -> Scores:
+        """What the block changes about scores."""
+        return Scores(self.window)
 
     def finish(self, product: Tensor, *tables: Tensor, documents: Documents | None = None) -> Tensor:
         """Queries, keys and values (B, T, (H + 2K) d) -> (B, T, D)."""
-        return self.out(self.core(self.prepare(product), *tables, documents=documents))
+        return self.out(self.core(self.prepare(product), *tables, documents=documents, scores=self.scores))
 
     def prepare(self, qkv: Tensor) -> Tensor:
         """Changes queries and keys before attention, such as by a norm of each head."""

@@ -68,10 +68,23 @@ def model_rules(model: ModelSection, tp: int = 1) -> Iterator[Contradiction]:
             {"model.rope_mscale", "model.rope_scaling"},
             f'model.rope_mscale = {model.rope_mscale} needs model.rope_scaling = "yarn", not "{model.rope_scaling}"',
         )
+    if model.full_every and not model.sliding_window:
+        yield (
+            {"model.full_every", "model.sliding_window"},
+            f"model.full_every = {model.full_every} has no effect: without model.sliding_window every block sees whole "
+            "sequences. Nearest valid: leave full_every out",
+        )
+    if model.full_every and model.sliding_window and model.dense_layers:
+        yield (
+            {"model.full_every", "model.dense_layers"},
+            f"model.full_every = {model.full_every} with model.dense_layers = {model.dense_layers}: blocks "
+            "may be of two kinds. Nearest valid: dense_layers = 0",
+        )
     yield from card.rules()
 
 
 WORDS = {
+    "windows": "sliding windows",
     "rotary": "rotary positions",
     "has_experts": "experts",
     "free_heads": "heads of their own width",

@@ -108,6 +108,12 @@ class ModelSection(Section):
     """Only with `rope_factor`. Above `rope_low`."""
     rope_context: int = _of("rotary", 8192, ge=1, le=LONGEST)
     """Tokens of the context before it was stretched. Only with `rope_factor`."""
+    sliding_window: int = _of("windows", 0, ge=0, le=LONGEST)
+    """Keys that a query sees, its own the last of them, in blocks with a sliding window (arXiv 2004.05150, 2310.06825).
+    0: all earlier ones."""
+    full_every: int = _of("windows", 0, ge=0, le=MOST_LAYERS)
+    """Every so many blocks one sees the whole sequence, the last of them (Gemma 3: 6, OLMo 3: 4, gpt-oss: 2). 0: all
+    blocks have the window. Only with `sliding_window`."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of dropout on embeddings, attention outputs and feed-forward outputs."""
     freeze: str = ""
@@ -157,6 +163,11 @@ class ModelSection(Section):
         if self.nope_dim and self.rope_dim:
             return self.nope_dim + self.rope_dim
         return self.head_dim or self.dim // self.heads
+
+    def window(self, number: int) -> int:
+        """The keys that a query sees in a block; 0: all."""
+        full = self.full_every and (number + 1) % self.full_every == 0
+        return 0 if full else self.sliding_window
 
     @property
     def rotary_width(self) -> int:

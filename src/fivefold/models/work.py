@@ -11,6 +11,7 @@ from dataclasses import replace
 from fivefold.kernels import sizes
 from fivefold.models.operations import Matmul, Message, Operation, Part, Program, Role, Saved, Sizes, travel
 from fivefold.models.section import expert_capacity
+from fivefold.schedules import ring_attention
 from fivefold.sharding.sequence import some_queries
 from fivefold.sharding.units import (
     COUNTS,
@@ -184,13 +185,15 @@ def add(name: str, s: Sizes, program: Program, mask: float) -> Operation:
     return Operation(name, None, 0.0, forward, backward, 1, saved=saved, random=mask, rate="norm")
 
 
-def attention(s: Sizes, program: Program, causal: bool, rotary: bool, biased: bool) -> list[Operation]:
-    """Attention with one matmul for queries, keys and values."""
+def attention(
+    s: Sizes, program: Program, causal: bool, rotary: bool, biased: bool, window: int = 0
+) -> list[Operation]:
+    """Attention with one matmul for queries, keys and values. window: keys that a query sees; 0: all."""
     kept = Saved("qkv", s.N * s.qkv * s.e, "copied" if program.attention == "blocks" else "product")
     output = Saved("attention output", s.N * s.q * s.e, "inner")
     return [
         region_first("qkv", s, program, s.qkv, None, biased, (kept,), projections=3),
-        *core(s, program, causal, rotary, s.q),
+        *core(s, program, causal, rotary, s.q, window),
         region_last(
             "attention out", s, program, s.q, "inner" if program.joined else "out", biased, (output,)
         ),
@@ -251,15 +254,16 @@ def region_last(
     return s.by_chunk(op, program, ordered)
 
 
-def core(s: Sizes, program: Program, causal: bool, rotary: bool, value: float) -> list[Operation]:
+def core(
+    s: Sizes, program: Program, causal: bool, rotary: bool, value: float, window: int = 0
+) -> list[Operation]:
     """Attention between its projections. value: features of the value heads on this rank, for all query heads; fewer
-    than those of queries if value heads are narrower and the program does not pad them."""
+    than those of queries if value heads are narrower and the program does not pad them. window: as in `attention`."""
     e, N, T, q = s.e, s.N, s.model.seq_len, s.q
     qkv = q + (s.qkv - q) / 2 * (1 + value / q)
     share = 0.5 if causal else 1.0  # of the scores that the mask does not hide
-    ring = N * (qkv - q) * e * (s.cp - 1)
-    forward: tuple[Message, ...] = (Message("ring", "cp", ring, hidden=True),) if s.cp > 1 else ()
-    backward: tuple[Message, ...] = (Message("ring", "cp", 2 * ring, hidden=True),) if s.cp > 1 else ()
+    seen = s.near if window else s.seen
+    forward, backward = (_ring(s, N * (qkv - q) * e, causal, way, window) for way in (False, True))
     if s.cp > 1 and s.cp_method == "ulysses":  # tokens are exchanged for heads, and back
         (there, there_back), (home, home_back) = (s.sends(HEADS, N * x) for x in (qkv, value))
         forward, backward = (*there, *home), (*there_back, *home_back)
@@ -270,10 +274,10 @@ def core(s: Sizes, program: Program, causal: bool, rotary: bool, value: float) -
     turned *= 1.0 if program.fused else ROTATED if program.eager else 3.0
     if program.attention == "plain":
         return _plain_attention(s, program, share)
-    queries, keys = (2 * N * e * tokens for tokens in s.seen.copied)
+    queries, keys = (2 * N * e * tokens for tokens in seen.copied)
     copied = queries * q + keys * (qkv - q)
     copied_again = copied + 2 * queries * value  # with the output and its gradient
-    saved, besides = _kept_by_attention(s, program, share)
+    saved, besides = _kept_by_attention(s, program, share, window)
     if s.cp > 1 and s.cp_method == "ulysses" and program.compiles:  # ours, on GPUs
         saved = (*saved, Saved("attention output before its exchange", N * value * e, "inner"))
     if s.cp > 1 and s.cp_method == "all_gather":
@@ -281,7 +285,7 @@ def core(s: Sizes, program: Program, causal: bool, rotary: bool, value: float) -
     return [
         Operation(
             "attention",
-            attention=2.0 * N * T * (q + value) * share * s.seen.share,
+            attention=2.0 * N * T * (q + value) * share * seen.share,
             forward=turned + copied,
             backward=turned + copied_again,
             kernels=1 if not rotary or program.fused else 20 if program.eager else 5,
@@ -290,8 +294,18 @@ def core(s: Sizes, program: Program, causal: bool, rotary: bool, value: float) -
             saved=saved,
             part="core",
             workspace=N * (qkv + value) * e + besides,
+            tokens=seen.tokens,
         )
     ]
+
+
+def _ring(s: Sizes, keys: float, causal: bool, backward: bool, window: int) -> tuple[Message, ...]:
+    """The message of ring attention. keys: bytes of a rank's keys and values."""
+    if s.cp == 1:
+        return ()
+    reach = ring_attention.reach_of(s.cp, s.model.seq_len, window)
+    turns = len(ring_attention.slowest(s.cp, causal, backward, reach))
+    return (Message("ring", "cp", keys * turns, hidden=True, reach=reach),) if turns else ()
 
 
 def query_key_norms(
@@ -324,7 +338,9 @@ def query_key_norms(
     return [attended[0], norms, *attended[1:]]
 
 
-def _kept_by_attention(s: Sizes, program: Program, causal: float) -> tuple[tuple[Saved, ...], float]:
+def _kept_by_attention(
+    s: Sizes, program: Program, causal: float, window: int
+) -> tuple[tuple[Saved, ...], float]:
     """(tensors that fused attention keeps besides its output, bytes that its backward holds besides gradients).
     Attention by blocks multiplies some queries at a time with all keys they see (kernels/blockwise_attention.py). It
     keeps queries, keys and values in the order of heads, and up to KEEP tokens the probabilities. Ranks with some
@@ -334,7 +350,7 @@ def _kept_by_attention(s: Sizes, program: Program, causal: float) -> tuple[tuple
     statistics = Saved("log-sum-exp", s.N * H * 4, "inner")
     if program.attention == "flash":
         return (statistics,), 0.0
-    blocks = sizes.query_blocks(T // s.cp if some else T, causal < 1, int(s.e))
+    blocks = sizes.query_blocks(T // s.cp if some else T, causal < 1, int(s.e), window)
     each = s.B * H / (1 if some else s.cp) * s.e  # bytes of a query's probability of one key, over heads
     largest = each * max((stop - start) * seen for start, stop, seen in blocks)
     copies = Saved("queries, keys, values", s.N * s.qkv * s.e, "inner")

@@ -10,8 +10,6 @@ from fivefold.models.hf import NEEDED, Entry, Fields, same
 from fivefold.models.section import ModelSection
 
 MODEL_TYPE = "llama"
-ALSO = ("mistral",)
-"""Other model types with the same computation. They come back as `llama`."""
 ARCHITECTURE = "LlamaForCausalLM"
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 LIMITS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
@@ -134,11 +132,8 @@ def amplitude(rope: Mapping[str, Any]) -> float:
 
 
 def problems(config: Mapping[str, Any]) -> list[str]:
-    """Problems that `SUPPORTED` cannot express: rotary embeddings that are scaled in another way, and the window that
-    Mistral's files mean if they name none."""
+    """Problems that `SUPPORTED` cannot express: rotary embeddings that are scaled in another way."""
     found = []
-    if config.get("model_type") in ALSO and "sliding_window" not in config:
-        found.append("sliding_window is missing, which means 4096 tokens here; only null is supported")
     for key in ("rope_scaling", "rope_parameters"):
         rope = config.get(key) or {}
         if (kind := _kind(rope)) not in ("default", *LIMITS):

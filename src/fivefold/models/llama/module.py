@@ -28,9 +28,10 @@ from fivefold.models.section import ModelSection, known
 class Block(PreNormBlock):
     attention_type: type[Sublayer] = Attention
 
-    def __init__(self, model: ModelSection) -> None:
+    def __init__(self, model: ModelSection, number: int = 0) -> None:
         D, eps = model.dim, known(model.norm_eps)
-        attention, mlp = self.attention_type(model, model.attention_bias), SwiGLU(D, known(model.ffn_dim))
+        attention = self.attention_type(model, model.attention_bias, number)
+        mlp = SwiGLU(D, known(model.ffn_dim))
         super().__init__(RMSNorm(D, eps), attention, AddRMSNorm(D, eps), mlp, model.dropout)
 
 
@@ -47,7 +48,7 @@ class Model(LanguageModel):
         self.amplitude = self.amplitude or model.rope_amplitude
         self.dropout = model.dropout
         self.embed = Embedding(known(model.vocab_size), model.dim)
-        self.blocks = block_dict([self.block_type(model) for _ in range(model.layers)])
+        self.blocks = block_dict([self.block_type(model, number) for number in range(model.layers)])
         self.norm = RMSNorm(model.dim, known(model.norm_eps))
         self.head = None if model.tie_embeddings else Linear(model.dim, known(model.vocab_size), bias=False)
 

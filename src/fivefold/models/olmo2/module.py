@@ -20,8 +20,8 @@ from fivefold.models.section import ModelSection, known
 class NormedAttention(Attention):
     """One norm over all query features (H d), one over all key features (K d)."""
 
-    def __init__(self, model: ModelSection, bias: bool) -> None:
-        super().__init__(model, bias)
+    def __init__(self, model: ModelSection, bias: bool, number: int = 0) -> None:
+        super().__init__(model, bias, number)
         self.norm_qk = WideRMSNorm(normed(model), known(model.norm_eps))
 
     def prepare(self, qkv: Tensor) -> Tensor:
@@ -32,10 +32,10 @@ class NormedAttention(Attention):
 
 
 class Block(nn.Module):
-    def __init__(self, model: ModelSection) -> None:
+    def __init__(self, model: ModelSection, number: int = 0) -> None:
         super().__init__()
         self.dropout = model.dropout
-        self.attention = NormedAttention(model, bias=model.attention_bias)
+        self.attention = NormedAttention(model, model.attention_bias, number)
         self.norm1 = RMSNorm(model.dim, known(model.norm_eps))
         self.mlp = SwiGLU(model.dim, known(model.ffn_dim))
         self.norm2 = RMSNorm(model.dim, known(model.norm_eps))

@@ -26,6 +26,6 @@ class Card(llama.Card):
             found |= under(norm, rms_norm(self.model.head_width))
         return found
 
-    def attention_operations(self, s: Sizes, program: Program) -> list[Operation]:
+    def attention_operations(self, s: Sizes, program: Program, number: int) -> list[Operation]:
         heads = (s.qkv + s.q) / 2 / s.model.head_width  # of queries and keys
-        return work.query_key_norms(s, program, super().attention_operations(s, program), heads)
+        return work.query_key_norms(s, program, super().attention_operations(s, program, number), heads)
