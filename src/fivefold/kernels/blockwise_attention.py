@@ -288,23 +288,11 @@ def qkv_attention(
     qkv (B, T, (H + 2K) d): all query heads, then key heads, then value heads. cos, sin (T, d/2) fp32 or None.
     recompute: backward computes the probabilities again instead of keeping them. documents, scores: see `attention`.
     Angles need not begin anew at a document: scores depend on differences of positions. Returns (B, T, H d). Raises
-    UserError: the kernel has not all of `scores`.
+    UserError: a window without a causal mask.
     """
     if not causal:
         scores.refuse("models that are not causal", ["window"])
-    if scores.soft_cap or scores.sink is not None:
-        flash = has_flash(qkv, qkv.shape[2] // (heads + 2 * kv_heads))
-        if flash:
-            scores.refuse(NO_CAP, ["soft_cap"])
-        if flash or qkv.device.type == "cpu":
-            from fivefold.kernels.partial_attention import (
-                OneRank,
-                Sees,
-                attended,
-            )  # made of this file's functions
-
-            return attended(qkv, cos, sin, OneRank(heads, kv_heads, causal), Sees(documents, scores))
-    elif native.usable(qkv):
+    if native.usable(qkv) and not scores.soft_cap and scores.sink is None:
         window = scores.window if scores.window < qkv.shape[1] else 0
         return _QKVAttention.apply(qkv, heads, kv_heads, cos, sin, causal, recompute, documents, window)
     q, k, v = heads_of(qkv, heads, kv_heads, cos, sin)

@@ -13,19 +13,14 @@ block, S keys.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from fivefold.kernels import native
 from fivefold.kernels.blockwise_attention import (
-    PLAIN,
-    Documents,
     Lengths,
-    Scores,
     Shared,
     Tile,
     _flat,
@@ -35,7 +30,6 @@ from fivefold.kernels.blockwise_attention import (
     _stack,
     has_flash,
     heads_of,
-    one_document,
     softmax_shape,
     summed,
     sums_dtype,
@@ -183,108 +177,6 @@ def _cap(products: Tensor, soft_cap: float, d: int) -> Tensor:
     tanh = (products.float() * (d**-0.5 / soft_cap)).tanh_()
     products.copy_(tanh * (soft_cap * d**0.5))
     return tanh.square_().neg_().add_(1)
-
-
-class Sees(NamedTuple):
-    """What queries see: documents; window, cap and sink."""
-
-    documents: Documents | None
-    scores: Scores = PLAIN
-
-    def parts(self, q: Tensor, T: int) -> Documents | None:
-        """The documents of sequences of T tokens, q (B, ...); one each, if only a window hides keys."""
-        hides = self.documents is None and 0 < self.scores.window < T
-        return one_document(len(q), T, q.device) if hides else self.documents
-
-
-class Attends(Protocol):
-    """Attention of queries q (B, H, t, d) to keys and values (2, B, K, t, d), of these and perhaps of other ranks. out
-    and its gradient (B, t, H d); lse (B, H, t) fp32."""
-
-    @property
-    def heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    def attended(self, q: Tensor, kv: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
-        """Returns (out, lse). Sinks are not its concern."""
-        ...
-
-    def backward(self, kept: Sequence[Tensor], dout: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
-        """Returns gradients of q and kv. kept: q, kv, out, lse, and the number of the documents, if there are any
-        (`numbered`)."""
-        ...
-
-
-class OneRank(NamedTuple):
-    """Attention of a rank that has whole sequences."""
-
-    heads: int
-    kv_heads: int
-    causal: bool
-
-    def attended(self, q: Tensor, kv: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
-        out, lse = attend(q, *kv, self.causal, self._tiles(q, sees), sees.scores.soft_cap)
-        return out.transpose(1, 2).flatten(2), lse
-
-    def backward(self, kept: Sequence[Tensor], dout: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
-        rows, tiles = of_output(*kept[:4], dout), self._tiles(kept[0], sees)
-        dq, dk, dv = attend_backward(rows, *kept[1], self.causal, tiles, sees.scores.soft_cap)
-        return dq, torch.stack((dk, dv)).to(dq.dtype)
-
-    def _tiles(self, q: Tensor, sees: Sees) -> Shared | None:
-        documents, whole = sees.parts(q, q.shape[2]), ((0, q.shape[2]),)
-        return documents and documents.shared(whole, whole, self.causal, q, sees.scores.window)
-
-
-def of_output(q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> Queries:
-    """The `Queries` of a backward pass. out, dout: (B, T, H d)."""
-    out, dout = (x.unflatten(2, (q.shape[1], -1)).transpose(1, 2).contiguous() for x in (out, dout))
-    return queries(q, dout, out, lse)
-
-
-def attended(qkv: Tensor, cos: Tensor | None, sin: Tensor | None, core: Attends, sees: Sees) -> Tensor:
-    """Attention on one fused projection (B, t, (H + 2K) d), by a core, with a sink if there is one: (B, t, H d)."""
-    sink, scores = sees.scores.sink, sees.scores._replace(sink=None)
-    return _Attended.apply(qkv, sink, cos, sin, core, Sees(sees.documents, scores))
-
-
-class _Attended(Function):
-    """Only this rank's queries, keys and values are kept. A sink takes a share of each query's probabilities, whatever
-    the core computes them by."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        qkv: Tensor,
-        sink: Tensor | None,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        core: Attends,
-        sees: Sees,
-    ):
-        q, kv = split_heads(qkv, core.heads, core.kv_heads, cos, sin)
-        out, lse = core.attended(q, kv, sees)
-        if sink is not None:
-            whole = torch.logaddexp(lse, sink.float()[:, None])  # (B, H, t)
-            kept_BtH1 = (lse - whole).exp_().transpose(1, 2)[..., None]
-            out, lse = (out.unflatten(2, (core.heads, -1)) * kept_BtH1).to(out.dtype).flatten(2), whole
-        number = None if sees.documents is None else sees.documents.number
-        ctx.save_for_backward(q, kv, out, lse, number, cos, sin, sink)
-        ctx.core, ctx.sees = core, sees
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor):
-        *kept, cos, sin, sink = ctx.saved_tensors
-        dsink = None
-        if sink is not None:  # its value is 0
-            (_, _, out, lse, _), heads = kept, len(sink)
-            delta_BtH = (grads[0].float() * out).unflatten(2, (heads, -1)).sum(-1)
-            probability_BHt = (sink.float()[:, None] - lse).exp()
-            dsink = -(probability_BHt * delta_BtH.transpose(1, 2)).sum((0, 2)).to(sink.dtype)
-        dq, dkv = ctx.core.backward(kept, grads[0], ctx.sees)
-        return split_heads_backward(dq, dkv, cos, sin), dsink, *[None] * 4
 
 
 def _tiles(q: Tensor, k: Tensor, causal: bool) -> Sequence[Tile]:

@@ -56,6 +56,16 @@ class Card(ABC):
     """True if the width of a head need not be D / H."""
     attention_biases = False
     """True if the projections of attention may have biases though other layers have none."""
+    qkv_biased = False
+    """True if the projections of queries, keys and values always have biases."""
+    out_biased = True
+    """False if the output projection of attention has no bias, whatever the others have."""
+    unrotated = False
+    """True if some blocks may have no positions."""
+    partly_rotated = False
+    """True if a part of each head may have no positions."""
+    local_rotation = False
+    """True if blocks with a window may rotate in their own way."""
     windows = False
     """True if queries may see a window of keys only."""
     latent_attention = False
@@ -107,12 +117,18 @@ class Card(ABC):
 
     @cached
     def second(self) -> tuple[bool, ...]:
-        """Of every block, whether it is of the second kind. There are at most two kinds: the second one has experts;
-        or where all or none have them, it sees whole sequences and others see a window."""
-        if len(set(self.mixed)) > 1:
+        """Of every block, whether it is of the second kind. There are at most two kinds, which differ in `kinds`. Where
+        all are alike, it is whether they have experts."""
+        if len(set(self.kinds)) < 2:
             return self.mixed
-        windows = [self.window(number) for number in range(self.model.layers)]
-        return tuple(any(self.mixed) if len(set(windows)) < 2 else not window for window in windows)
+        last = max(self.kinds)
+        return tuple(kind == last for kind in self.kinds)
+
+    @cached
+    def kinds(self) -> tuple[tuple[bool, bool, bool], ...]:
+        """Of every block, whether it has experts, sees whole sequences, and has no positions."""
+        rotates = self.model.rotates
+        return tuple((self.mixed[n], not self.window(n), not rotates(n)) for n in range(self.model.layers))
 
     def window(self, number: int) -> int:
         """The keys that a query sees in a block, if they are fewer than a sequence; 0: all."""
@@ -126,9 +142,8 @@ class Card(ABC):
 
     def words_of(self, number: int) -> str:
         """A block in a few words."""
-        return (
-            "a block" + " with experts" * self.is_mixed(number) + " with a window" * (self.window(number) > 0)
-        )
+        words = " with experts" * self.is_mixed(number) + " with a window" * (self.window(number) > 0)
+        return f"a block{words}" + " without positions" * (not self.model.rotates(number))
 
     @cached
     def count(self) -> int:
@@ -244,8 +259,9 @@ class Card(ABC):
 
     def attention_operations(self, s: Sizes, program: Program, number: int) -> list[Operation]:
         """Operations of a block's attention."""
-        biased = self.biased or self.model.attention_bias
-        return work.attention(s, program, self.causal, self.rotary, biased, self.window(number))
+        biased = self.biased or self.qkv_biased or self.model.attention_bias
+        rotary = self.rotary and self.model.rotates(number)
+        return work.attention(s, program, self.causal, rotary, biased, self.window(number))
 
     def active(self, name: str, size: int) -> int:
         """Number of a parameter's elements that compute a token: for experts, those that the token is routed to."""
@@ -329,6 +345,10 @@ def rms_norm(D: int) -> dict[str, Shape]:
     return {"weight": (D,)}
 
 
+def unit_rms_norm(D: int) -> dict[str, Shape]:
+    return {"delta": (D,)}
+
+
 def layer_norm(D: int) -> dict[str, Shape]:
     return {"weight": (D,), "bias": (D,)}
 
@@ -344,10 +364,16 @@ def block(
     return table
 
 
-def attention(model: ModelSection, bias: bool) -> dict[str, Shape]:
-    """Parameters of attention. Rows of `qkv`: query heads, key heads, value heads."""
+def sandwich(norm: dict[str, Shape], attention: dict[str, Shape], mlp: dict[str, Shape]) -> dict[str, Shape]:
+    """Parameters of a block with norms before and behind its two sublayers (`models.base.SandwichBlock`)."""
+    table = block(norm, attention, mlp)
+    return table | under("norm1_after", norm) | under("norm2_after", norm)
+
+
+def attention(model: ModelSection, bias: bool, out_bias: bool = True) -> dict[str, Shape]:
+    """Parameters of attention. Rows of `qkv`: query heads, key heads, value heads. out_bias: of `out`, with `bias`."""
     D, d, H, K = model.dim, model.head_width, model.heads, model.kv_heads or model.heads
-    return linear("qkv", D, d * (H + 2 * K), bias) | linear("out", d * H, D, bias)
+    return linear("qkv", D, d * (H + 2 * K), bias) | linear("out", d * H, D, bias and out_bias)
 
 
 def swiglu(D: int, F: int) -> dict[str, Shape]:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -45,11 +45,37 @@ class Entry:
     """Rows of our weight for each of several tensors there."""
     transpose: bool = False
     """True if it is stored transposed there (the `Conv1D` of GPT-2)."""
+    order: tuple[int, ...] = ()
+    """Of each of our rows its number there, if rows stand in another order."""
 
 
 def same(ours: str, theirs: str, *kinds: str) -> list[Entry]:
     """Weights that differ in name only: `ours.kind` and `theirs.kind` for each kind (`weight`, `bias`)."""
     return [Entry(f"{ours}.{kind}", (f"{theirs}.{kind}",)) for kind in kinds or ("weight",)]
+
+
+def every_nth(which: Sequence[bool], key: str) -> int:
+    """The n of a pattern in which every n-th is True; 0: none is. Raises UserError: there is no such n."""
+    n = which.index(True) + 1 if True in which else 0
+    if list(which) != [n > 0 and (number + 1) % n == 0 for number in range(len(which))]:
+        raise UserError(
+            f"config.json: {key} has another pattern than one block in every n; only that is supported"
+        )
+    return n
+
+
+@lru_cache(maxsize=64)
+def rotary_order(heads: int, others: int, d: int, turned: int, interleaved: bool = False) -> tuple[int, ...]:
+    """`Entry.order` of queries and keys (so many `heads` of width d) and of `others`, which stay. Of a head, the first
+    `turned` features rotate there, in pairs (i, i + turned / 2), or (2 i, 2 i + 1) if interleaved; ours are pairs
+    (i, i + d / 2), of which the last ones do not."""
+    half, pairs = d // 2, turned // 2
+    first = [2 * i if interleaved else i for i in range(pairs)]
+    second = [2 * i + 1 if interleaved else i + pairs for i in range(pairs)]
+    still = list(range(turned, d))
+    one = [*first, *still[: half - pairs], *second, *still[half - pairs :]]
+    rows = [head * d + i for head in range(heads) for i in one]
+    return (*rows, *range(heads * d, (heads + others) * d))
 
 
 def experts(
@@ -107,6 +133,8 @@ def to_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tensor]
             tensor = tensor.t().contiguous()
         if tensor.ndim == 3:  # experts, one under the other
             tensor = tensor.flatten(0, 1)
+        if entry.order:
+            tensor = tensor[sorted(range(len(entry.order)), key=entry.order.__getitem__)]
         parts = tensor.split(list(entry.rows)) if entry.rows else [tensor]
         theirs.update(zip(entry.theirs, parts, strict=True))
     return theirs
@@ -164,16 +192,17 @@ def made_from_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, 
             elif _name(part.dtype) not in NAMES or part.dtype != parts[0].dtype:
                 allowed = f"{', '.join(NAMES)}, the same for {' and '.join(entry.theirs)}"
                 problems.append(f"weight {name} has dtype {_name(part.dtype)}; allowed: {allowed}")
-        ours[entry.ours] = partial(_ours, parts, expected, entry.transpose)
+        ours[entry.ours] = partial(_ours, parts, expected, entry)
     _raise_all("the weights do not fit config.json", problems)
     return ours
 
 
-def _ours(parts: list[Tensor], shape: Shape, transpose: bool) -> Tensor:
+def _ours(parts: list[Tensor], shape: Shape, entry: Entry) -> Tensor:
     import torch
 
     tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
-    return tensor.t().contiguous() if transpose else tensor.view(shape)
+    tensor = tensor[list(entry.order)] if entry.order else tensor
+    return tensor.t().contiguous() if entry.transpose else tensor.view(shape)
 
 
 def _name(dtype: torch.dtype | str) -> str:

@@ -74,16 +74,45 @@ def model_rules(model: ModelSection, tp: int = 1) -> Iterator[Contradiction]:
             f"model.full_every = {model.full_every} has no effect: without model.sliding_window every block sees whole "
             "sequences. Nearest valid: leave full_every out",
         )
-    if model.full_every and model.sliding_window and model.dense_layers:
+    yield from kinds_of_blocks(model)
+    if model.rotary_dim and (model.rotary_dim % 2 or model.rotary_dim > width):
         yield (
-            {"model.full_every", "model.dense_layers"},
-            f"model.full_every = {model.full_every} with model.dense_layers = {model.dense_layers}: blocks "
-            "may be of two kinds. Nearest valid: dense_layers = 0",
+            {"model.rotary_dim"},
+            f"model.rotary_dim = {model.rotary_dim} must be even and at most the width of a head, {width}. "
+            f"Nearest valid: {max(2, min(model.rotary_dim, width) // 2 * 2)}",
+        )
+    if model.rope_local_theta and not model.sliding_window:
+        yield (
+            {"model.rope_local_theta", "model.sliding_window"},
+            f"model.rope_local_theta = {model.rope_local_theta:g} has no effect without model.sliding_window. "
+            "Nearest valid: leave rope_local_theta out",
         )
     yield from card.rules()
 
 
+def kinds_of_blocks(model: ModelSection) -> Iterator[Contradiction]:
+    """Plans know two kinds of blocks (`Card.second`)."""
+    kinds = set(card_of(model).kinds)
+    if len(kinds) > 2:
+        different = [
+            name
+            for name, values in zip(
+                ("dense_layers", "full_every", "no_rope_every"), zip(*kinds, strict=True), strict=True
+            )
+            if len(set(values)) > 1
+        ]
+        named = " with ".join(f"model.{name} = {getattr(model, name)}" for name in different)
+        yield (
+            {f"model.{name}" for name in different},
+            f"{named}: a model may have two kinds of blocks, not {len(kinds)}. "
+            f"Nearest valid: leave {different[-1]} out",
+        )
+
+
 WORDS = {
+    "local_rotation": "rotary positions of their own in windows",
+    "unrotated": "blocks without positions",
+    "partly_rotated": "heads that rotate in part",
     "windows": "sliding windows",
     "rotary": "rotary positions",
     "has_experts": "experts",

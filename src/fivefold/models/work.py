@@ -70,6 +70,25 @@ def post_norm_block(
     ]
 
 
+def sandwich_block(
+    s: Sizes, program: Program, attended: list[Operation], mlp: list[Operation]
+) -> list[Operation]:
+    """A block with norms of the sublayers' inputs and of their outputs."""
+    mask = dropout_mask(s, program)
+    behind, fed = ("attended", "fed") if program.joined else ("stream", "stream")
+    return [
+        norm("norm1", s, program, "input", attended[0]),
+        *attended,
+        norm("norm1 after", s, program, behind),
+        add("add1", s, program, mask),
+        norm("norm2", s, program, behind, mlp[0]),
+        *mlp[:-1],
+        replace(mlp[-1], part="gate" if program.joined else mlp[-1].part),
+        norm("norm2 after", s, program, fed),
+        add("add2", s, program, mask),
+    ]
+
+
 def kept_input(first: Operation, s: Sizes) -> float:
     """Bytes that a sublayer's first operation keeps of its input: of whole sequences, if it gathers them once."""
     gathered = any(message.axis == "tp" for message in first.sent_forward)

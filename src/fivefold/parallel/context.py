@@ -41,16 +41,13 @@ from fivefold.kernels.blockwise_attention import (
     Shared,
     has_flash,
     numbered,
-    qkv_attention,
 )
+from fivefold.kernels.fused_attention import Sees, attended, fused_attention, of_output
 from fivefold.kernels.partial_attention import (
     Queries,
-    Sees,
     attend,
     attend_backward,
-    attended,
     merge,
-    of_output,
     split_heads,
     split_heads_backward,
 )
@@ -331,7 +328,7 @@ class Ulysses(ContextAttention):
         if scores.sink is not None:
             scores = Scores(scores.window, scores.soft_cap, scores.sink.chunk(c)[self.axis.index])
         heads = self.heads // c, self.kv_heads // c
-        out = qkv_attention(whole, *heads, None, None, self.causal, self.recompute, documents, scores)
+        out = fused_attention(whole, *heads, None, None, self.causal, self.recompute, documents, scores)
 
         def forward(x: Tensor) -> Tensor:  # (B, T, H/c d) -> all heads of this rank's tokens (B, t, H d)
             leaving = x.unflatten(1, (c, -1)).transpose(0, 1).contiguous()  # (c, B, t, H/c d)

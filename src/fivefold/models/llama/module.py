@@ -39,6 +39,7 @@ class Model(LanguageModel):
     """Decoder language model. `head` is None if the output layer shares the embedding's weight."""
 
     block_type: type[nn.Module] = Block
+    norm_type: type[RMSNorm] = RMSNorm
     amplitude = 0.0
     """Of the rotated vectors; 0: that of the model's scaling."""
 
@@ -46,17 +47,24 @@ class Model(LanguageModel):
         super().__init__()
         self.section, self.width = model, model.rotary_width
         self.amplitude = self.amplitude or model.rope_amplitude
+        self.still = (model.head_width - self.width) // 2 if model.rotary_dim else 0
+        """Pairs of features that do not rotate: their angle is 0."""
         self.dropout = model.dropout
         self.embed = Embedding(known(model.vocab_size), model.dim)
         self.blocks = block_dict([self.block_type(model, number) for number in range(model.layers)])
-        self.norm = RMSNorm(model.dim, known(model.norm_eps))
+        self.norm = self.norm_type(model.dim, known(model.norm_eps))
         self.head = None if model.tie_embeddings else Linear(model.dim, known(model.vocab_size), bias=False)
 
     def begin(self, tokens_BT: Tensor, positions_T: Tensor) -> Tensor:
         return F.dropout(self.embed(tokens_BT), self.dropout, self.training)
 
     def context(self, positions_T: Tensor) -> tuple[Tensor, ...]:
-        return rope_table(positions_T, self.section, self.width, self.amplitude)
+        tables = rope_table(positions_T, self.section, self.width, self.amplitude)
+        if self.section.local is not None:
+            tables = (*tables, *rope_table(positions_T, self.section.local, self.width, 1.0))
+        if (rest := self.still) == 0:
+            return tables
+        return tuple(F.pad(table, (0, rest), value=float(i % 2 == 0)) for i, table in enumerate(tables))
 
     def end(self, x_BTD: Tensor, targets_BT: Tensor | None) -> Tensor:
         return self.output(self.norm(x_BTD), (self.head or self.embed).weight, targets_BT)

@@ -43,12 +43,11 @@ class Block(nn.Module):
     def forward(
         self,
         x_BTD: Tensor,
-        cos_Td: Tensor,
-        sin_Td: Tensor,
+        *tables: Tensor,
         cache: LayerCache | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        attended_BTD = self.norm1(self.attention(x_BTD, cos_Td, sin_Td, cache=cache, documents=documents))
+        attended_BTD = self.norm1(self.attention(x_BTD, *tables, cache=cache, documents=documents))
         x_BTD = x_BTD + F.dropout(attended_BTD, self.dropout, self.training)
         return x_BTD + F.dropout(self.norm2(self.mlp(x_BTD)), self.dropout, self.training)
 
