@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
+from families import overrides
 from hypothesis import given, settings
 from marks import all_but, slow, slow_but
 from parity import assert_equal, state_of, steps
@@ -50,6 +51,8 @@ MODELS = {
     "gpt2": ["model.arch=gpt2"],
     "bert": ["model.arch=bert"],
     "olmo2": ["model.arch=olmo2"],
+    "smollm3": overrides("smollm3"),
+    "gemma3": overrides("gemma3"),
     "deepseek": [
         "model.arch=deepseek", "model.query_rank=20", "model.kv_rank=12", "model.nope_dim=8", "model.rope_dim=4",
         "model.value_dim=6", "model.experts=4", "model.experts_per_token=2", "model.expert_ffn_dim=24",
@@ -259,6 +262,7 @@ LAYOUTS = [
     ("deepseek", "cp=2"), ("llama", "dp_replicate=2,cp=2"), ("llama", "cp=2,cp_method=all_gather"),
     ("llama", "cp=4,cp_method=all_gather"), ("bert", "cp=2,cp_method=all_gather"),
     ("gpt2", "cp=2,cp_method=all_gather,tp=2,sp=true"), ("gpt2", "pp=2,cp=2,cp_method=all_gather"),
+    ("gemma3", "cp=4"), ("gemma3", "cp=2,cp_method=ulysses"), ("gemma3", "cp=4,cp_method=all_gather"),
     ("deepseek", "cp=2,cp_method=all_gather"), ("llama", "dp_shard=2,cp=2,cp_method=all_gather,zero=3"),
     )
 ] + [("llama", layout, "best_fit") for layout in ("dp_shard=2,zero=3", "tp=2,sp=true", "cp=2", "pp=2")]  # fmt: skip

@@ -1,7 +1,6 @@
 """A window, a cap and a sink: each function that attends computes them, or refuses them by name."""
 
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import flash_twin
@@ -152,21 +151,13 @@ def test_ranks_equal_one_process(method, world, documents, setting):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "setting"), [("all_gather", "window"), ("all_gather", "sink"), ("ring", "sink")]
+    ("method", "setting"),
+    [("all_gather", "window"), ("all_gather", "sink"), ("ring", "sink"), ("ring", "window")],
 )
 @pytest.mark.parametrize("documents", [False, True])
 def test_flash_attention_of_ranks_equals_one_process(method, setting, documents):
     for pairs in run_ranks(2, over_ranks, setting, method, documents, True):
         assert all(difference < 8e-6 * size for difference, size in pairs)
-
-
-def test_flash_attention_in_a_ring_refuses_a_window():
-    qkv, _, scores = inputs("window")
-    attention = context.RingAttention(AttentionCore(H, K), SimpleNamespace(key="cp"), Layout(cp=2))
-    with pytest.raises(
-        UserError, match=r"attention with window = 3: not supported by layout\.cp_method = ring on GPUs"
-    ):
-        attention(qkv.detach().to("meta", torch.bfloat16), scores=scores)
 
 
 @pytest.mark.parametrize("setting", ["soft_cap"])

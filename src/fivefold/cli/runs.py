@@ -164,7 +164,8 @@ def import_(
 ) -> None:
     """Import a Hugging Face folder as a run.
 
-    Works for Llama, Mistral, Qwen3, OLMo 2, Mixtral, GPT-2 and BERT models. Generate from the run, or train it further.
+    Works for Llama, Mistral, Phi-3, Qwen, SmolLM3, OLMo, Gemma 3, GLM-4, Mixtral, GPT-2 and BERT models. Generate from
+    the run, or train it further.
     """
     if not (folder / "config.json").is_file():
         raise UserError(f"'{folder}' is not a Hugging Face model: it has no config.json")

@@ -1,7 +1,7 @@
 """Attention on a fused projection by what a core computes, on one rank or over several: with sinks, and caps on scores.
 
-A core (`Attends`) computes attention of queries, keys and values with its log-sum-exp. A sink is then one more score of
-each query, whatever the core computed the others by.
+A core (such as `OneRank`) computes attention of queries, keys and values with its log-sum-exp. A sink is then one more
+score of each query, whatever the core computed the others by.
 
 Legend: B batch, T sequence, t = T/c tokens of a rank, H query heads, K key-value heads, d head size.
 """
@@ -9,7 +9,7 @@ Legend: B batch, T sequence, t = T/c tokens of a rank, H query heads, K key-valu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,36 +70,22 @@ class Sees(NamedTuple):
         return one_document(len(q), T, q.device) if hides else self.documents
 
 
-class Attends(Protocol):
-    """Attention of queries q (B, H, t, d) to keys and values (2, B, K, t, d), of these and perhaps of other ranks. out
-    and its gradient (B, t, H d); lse (B, H, t) fp32."""
-
-    @property
-    def heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    def attended(self, q: Tensor, kv: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
-        """Returns (out, lse). Sinks are not its concern."""
-        ...
-
-    def backward(self, kept: Sequence[Tensor], dout: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
-        """Returns gradients of q and kv. kept: q, kv, out, lse, and the number of the documents, if there are any
-        (`numbered`)."""
-        ...
-
-
 class OneRank(NamedTuple):
-    """Attention of a rank that has whole sequences."""
+    """The core of a rank that has whole sequences. A core has these fields and methods."""
 
     heads: int
     kv_heads: int
     causal: bool
 
     def attended(self, q: Tensor, kv: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+        """(out, lse) of queries (B, H, t, d), keys and values (2, B, K, t, d): (B, t, H d), and (B, H, t) in fp32. A
+        sink is not its concern."""
         out, lse = attend(q, *kv, self.causal, self._tiles(q, sees), sees.scores.soft_cap)
         return out.transpose(1, 2).flatten(2), lse
 
     def backward(self, kept: Sequence[Tensor], dout: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+        """Gradients of q and kv. kept: q, kv, out, lse, and the number of the documents, if there are any
+        (`numbered`)."""
         rows, tiles = of_output(*kept[:4], dout), self._tiles(kept[0], sees)
         dq, dk, dv = attend_backward(rows, *kept[1], self.causal, tiles, sees.scores.soft_cap)
         return dq, torch.stack((dk, dv)).to(dq.dtype)
@@ -115,7 +101,7 @@ def of_output(q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> 
     return queries(q, dout, out, lse)
 
 
-def attended(qkv: Tensor, cos: Tensor | None, sin: Tensor | None, core: Attends, sees: Sees) -> Tensor:
+def attended(qkv: Tensor, cos: Tensor | None, sin: Tensor | None, core: Any, sees: Sees) -> Tensor:
     """Attention on one fused projection (B, t, (H + 2K) d), by a core, with a sink if there is one: (B, t, H d)."""
     sink, scores = sees.scores.sink, sees.scores._replace(sink=None)
     return _Attended.apply(qkv, sink, cos, sin, core, Sees(sees.documents, scores))
@@ -132,7 +118,7 @@ class _Attended(Function):
         sink: Tensor | None,
         cos: Tensor | None,
         sin: Tensor | None,
-        core: Attends,
+        core: Any,
         sees: Sees,
     ):
         q, kv = split_heads(qkv, core.heads, core.kv_heads, cos, sin)

@@ -120,34 +120,6 @@ class PreNormBlock(nn.Module):
         return x_BTD + F.dropout(self.mlp(normed_BTD), self.dropout, self.training)
 
 
-class SandwichBlock(PreNormBlock):
-    """x + norm1_after(attention(norm1(x))), then the same with the feed-forward layer (Gemma 2, arXiv 2408.00118).
-    norms: those of the inputs, then those of the outputs."""
-
-    def __init__(
-        self,
-        attention: nn.Module,
-        mlp: nn.Module,
-        norms: tuple[nn.Module, AddNorm, nn.Module, nn.Module],
-        dropout: float,
-    ) -> None:
-        super().__init__(norms[0], attention, norms[1], mlp, dropout)
-        self.norm1_after, self.norm2_after = norms[2:]
-
-    def forward(
-        self,
-        x_BTD: Tensor,
-        *tables: Tensor,
-        cache: LayerCache | None = None,
-        documents: Documents | None = None,
-    ) -> Tensor:
-        attended_BTD = self.norm1_after(
-            self.attention(self.norm1(x_BTD), *tables, cache=cache, documents=documents)
-        )
-        x_BTD, normed_BTD = self.norm2(x_BTD, F.dropout(attended_BTD, self.dropout, self.training))
-        return x_BTD + F.dropout(self.norm2_after(self.mlp(normed_BTD)), self.dropout, self.training)
-
-
 def block_dict(blocks: list[nn.Module]) -> nn.ModuleDict:
     """Blocks keyed by their number, so that a part of them keeps its names: blocks.7.attention..."""
     return nn.ModuleDict({str(number): block for number, block in enumerate(blocks)})

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fivefold.errors import UserError
 from fivefold.models import MASKED_SHARE, Objective, file_of, predicted, work
+from fivefold.models.mixture_work import mixture
 from fivefold.models.operations import ByKind, Operation, Program, Sizes, Work
 from fivefold.models.section import ModelSection
 from fivefold.sharding.parts import TIED, Cut, Shape, matching
@@ -52,6 +53,8 @@ class Card(ABC):
     """True if linear layers and norms have biases: LayerNorm, else RMSNorm."""
     post_norm = False
     """True if norms are behind the sublayers instead of before them."""
+    sandwich_norm = False
+    """True if norms are before the sublayers and behind them."""
     free_heads = False
     """True if the width of a head need not be D / H."""
     attention_biases = False
@@ -119,10 +122,9 @@ class Card(ABC):
     def second(self) -> tuple[bool, ...]:
         """Of every block, whether it is of the second kind. There are at most two kinds, which differ in `kinds`. Where
         all are alike, it is whether they have experts."""
-        if len(set(self.kinds)) < 2:
-            return self.mixed
-        last = max(self.kinds)
-        return tuple(kind == last for kind in self.kinds)
+        kinds = sorted(set(self.kinds))
+        assert len(kinds) <= 2, "no architecture has more of these facts than one"
+        return self.mixed if len(kinds) < 2 else tuple(kind == kinds[1] for kind in self.kinds)
 
     @cached
     def kinds(self) -> tuple[tuple[bool, bool, bool], ...]:
@@ -250,11 +252,14 @@ class Card(ABC):
     def block_operations(self, s: Sizes, program: Program, number: int = 0) -> list[Operation]:
         """Operations of a block, in forward order."""
         attended = self.attention_operations(s, program, number)
-        return work.block(s, program, attended, self.feed_forward_operations(s, program, number), self.biased)
+        mlp = self.feed_forward_operations(s, program, number)
+        if self.sandwich_norm:
+            return work.sandwich_block(s, program, attended, mlp)
+        return work.block(s, program, attended, mlp, self.biased)
 
     def feed_forward_operations(self, s: Sizes, program: Program, number: int) -> list[Operation]:
         if self.is_mixed(number):
-            return work.mixture(s, program)
+            return mixture(s, program)
         return work.feed_forward(s, program, self.gated, self.biased)
 
     def attention_operations(self, s: Sizes, program: Program, number: int) -> list[Operation]:
@@ -362,12 +367,6 @@ def block(
         for name in reversed(half) if post_norm else half:
             table |= under(name, half[name])
     return table
-
-
-def sandwich(norm: dict[str, Shape], attention: dict[str, Shape], mlp: dict[str, Shape]) -> dict[str, Shape]:
-    """Parameters of a block with norms before and behind its two sublayers (`models.base.SandwichBlock`)."""
-    table = block(norm, attention, mlp)
-    return table | under("norm1_after", norm) | under("norm2_after", norm)
 
 
 def attention(model: ModelSection, bias: bool, out_bias: bool = True) -> dict[str, Shape]:

@@ -51,6 +51,12 @@ def model_rules(model: ModelSection, tp: int = 1) -> Iterator[Contradiction]:
     for name, fact in FACTS.items():
         if not getattr(card, fact) and getattr(model, name) != getattr(PLAIN, name):
             yield {f"model.{name}", "model.arch"}, f"model.{name}: {lacks(model, fact)}"
+    yield from rotary_rules(model)
+    yield from card.rules()
+
+
+def rotary_rules(model: ModelSection) -> Iterator[Contradiction]:
+    """Rules between the fields of rotary positions and windows."""
     for name in ("rope_scaling", "rope_low", "rope_high", "rope_context", "rope_mscale"):
         if model.rope_factor == 1 and getattr(model, name) != getattr(PLAIN, name):
             yield (
@@ -68,45 +74,19 @@ def model_rules(model: ModelSection, tp: int = 1) -> Iterator[Contradiction]:
             {"model.rope_mscale", "model.rope_scaling"},
             f'model.rope_mscale = {model.rope_mscale} needs model.rope_scaling = "yarn", not "{model.rope_scaling}"',
         )
-    if model.full_every and not model.sliding_window:
-        yield (
-            {"model.full_every", "model.sliding_window"},
-            f"model.full_every = {model.full_every} has no effect: without model.sliding_window every block sees whole "
-            "sequences. Nearest valid: leave full_every out",
-        )
-    yield from kinds_of_blocks(model)
-    if model.rotary_dim and (model.rotary_dim % 2 or model.rotary_dim > width):
+    if model.rotary_dim and (model.rotary_dim % 2 or model.rotary_dim > model.head_width):
         yield (
             {"model.rotary_dim"},
-            f"model.rotary_dim = {model.rotary_dim} must be even and at most the width of a head, {width}. "
-            f"Nearest valid: {max(2, min(model.rotary_dim, width) // 2 * 2)}",
+            f"model.rotary_dim = {model.rotary_dim} must be even and at most the width of a head, {model.head_width}. "
+            f"Nearest valid: {max(2, min(model.rotary_dim, model.head_width) // 2 * 2)}",
         )
-    if model.rope_local_theta and not model.sliding_window:
-        yield (
-            {"model.rope_local_theta", "model.sliding_window"},
-            f"model.rope_local_theta = {model.rope_local_theta:g} has no effect without model.sliding_window. "
-            "Nearest valid: leave rope_local_theta out",
-        )
-    yield from card.rules()
-
-
-def kinds_of_blocks(model: ModelSection) -> Iterator[Contradiction]:
-    """Plans know two kinds of blocks (`Card.second`)."""
-    kinds = set(card_of(model).kinds)
-    if len(kinds) > 2:
-        different = [
-            name
-            for name, values in zip(
-                ("dense_layers", "full_every", "no_rope_every"), zip(*kinds, strict=True), strict=True
+    for name in ("full_every", "rope_local_theta"):
+        if (value := getattr(model, name)) and not model.sliding_window:
+            yield (
+                {f"model.{name}", "model.sliding_window"},
+                f"model.{name} = {value:g} has no effect: without model.sliding_window all blocks see whole sequences. "
+                f"Nearest valid: leave {name} out",
             )
-            if len(set(values)) > 1
-        ]
-        named = " with ".join(f"model.{name} = {getattr(model, name)}" for name in different)
-        yield (
-            {f"model.{name}" for name in different},
-            f"{named}: a model may have two kinds of blocks, not {len(kinds)}. "
-            f"Nearest valid: leave {different[-1]} out",
-        )
 
 
 WORDS = {

@@ -143,7 +143,7 @@ class ContextAttention(AttentionCore):
 class OverRanks(ContextAttention, ABC):
     """Attends with all heads of this rank's tokens. Inside compiled code that is one operator, with all its messages.
 
-    Tensors are those of `Attends`, contiguous.
+    Methods are those of a core (`OneRank`); tensors are contiguous.
     """
 
     registered: tuple[OverRanks, ...] = ()
@@ -161,11 +161,7 @@ class OverRanks(ContextAttention, ABC):
             scores.refuse("models that are not causal", ["window"])
         if has_flash(qkv, qkv.shape[2] // (self.heads + 2 * self.kv_heads)):
             scores.refuse(NO_CAP, ["soft_cap"])
-            scores.refuse(f"layout.cp_method = {self.layout.cp_method} on GPUs", self.lacks_on_gpus)
         return attended(qkv, cos_Td, sin_Td, self, Sees(documents, scores))
-
-    lacks_on_gpus: tuple[str, ...] = ()
-    """Fields of `Scores`."""
 
     def attended(self, q: Tensor, kv: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
         """Returns (out, lse). All ranks call it."""
@@ -231,8 +227,6 @@ class RingAttention(OverRanks):
     keys, and each term is rounded once.
     """
 
-    lacks_on_gpus = ("window",)
-
     def attend(self, q: Tensor, kv: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
         causal, axis, shared = self.causal, self.axis, self._shared(q, sees)
         reach, cap = self._reach(q, sees), sees.scores.soft_cap
@@ -257,12 +251,15 @@ class RingAttention(OverRanks):
         return _ring_gradients(rows, kv, self.causal, self.axis, shared, reach, sees.scores.soft_cap)
 
     def _shared(self, q: Tensor, sees: Sees) -> list[Shared] | None:
-        """What documents and a window leave of each turn."""
+        """What documents and a window leave of each turn. With a window that is tiles on GPUs, too: flash attention
+        knows windows only where the last query sees the last key."""
         T, window = q.shape[2] * self.axis.size, sees.scores.window
         if (documents := sees.parts(q, T)) is None:
             return None
         columns = ring_columns(self.layout, T, self.axis.index, self.causal, window)
-        return [documents.shared(*turn, self.causal, q, window) for turn in columns]
+        if window:
+            return [documents.tiles(*turn, self.causal, q.element_size(), window) for turn in columns]
+        return [documents.shared(*turn, self.causal, q) for turn in columns]
 
     def _reach(self, q: Tensor, sees: Sees) -> int | None:
         return reach_of(self.axis.size, q.shape[2] * self.axis.size, sees.scores.window)

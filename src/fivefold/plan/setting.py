@@ -93,14 +93,9 @@ def whole_sequence(T: int) -> Sample:
 
 
 def seen(
-    documents: Documents | None,
-    model: ModelSection,
-    layout: Layout,
-    B: int,
-    element_size: float,
-    program: Program,
+    documents: Documents | None, model: ModelSection, layout: Layout, B: int, element_size: float, program: Program,
     window: int = 0,
-) -> Seen:
+) -> Seen:  # fmt: skip
     """What the kernels compute that run there: on CPUs tiles, on GPUs in 16 bits document by document, in each turn of
     a ring as long as its slowest rank. Other kernels compute whole sequences. window: keys that a query sees; 0:
     all."""

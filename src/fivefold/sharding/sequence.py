@@ -17,7 +17,8 @@ from fivefold.sharding.parts import Columns
 if TYPE_CHECKING:
     import numpy as np
 
-METHODS = ("ring", "ulysses", "all_gather")  # parallel/context.py says what each does
+RING = "ring"
+METHODS = (RING, "ulysses", "all_gather")  # parallel/context.py says what each does
 MOST_BLOCKS, LEAST_TOKENS = 8, 32
 """Blocks that a rank is dealt at most, and their tokens at least, if that leaves two. Small blocks balance better, but
 their matmuls are slower."""

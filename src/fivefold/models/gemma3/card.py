@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fivefold.models import work
-from fivefold.models.card import sandwich, unit_rms_norm
-from fivefold.models.operations import Operation, Program, Sizes
+from fivefold.models.card import unit_rms_norm
 from fivefold.models.qwen3 import card as qwen3
 from fivefold.sharding.parts import Shape
 
@@ -14,7 +12,7 @@ from fivefold.sharding.parts import Shape
 class Card(qwen3.Card):
     summary = "qwen3 with sliding windows in most blocks, norms around sublayers, GELU gates"
     attention_biases = False
-    windows = local_rotation = True
+    sandwich_norm = windows = local_rotation = True
     regional = tuple(f"attention.{norm}.delta" for norm in qwen3.NORMS)
 
     def defaults(self) -> dict[str, Any]:
@@ -22,10 +20,3 @@ class Card(qwen3.Card):
 
     def norm(self, D: int) -> dict[str, Shape]:
         return unit_rms_norm(D)
-
-    def block(self, number: int) -> dict[str, Shape]:
-        return sandwich(self.norm(self.model.dim), self.attention(), self.feed_forward(number))
-
-    def block_operations(self, s: Sizes, program: Program, number: int = 0) -> list[Operation]:
-        attended = self.attention_operations(s, program, number)
-        return work.sandwich_block(s, program, attended, self.feed_forward_operations(s, program, number))

@@ -11,11 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-from fivefold.models.base import SandwichBlock
 from fivefold.models.layers import AddUnitRMSNorm, SwiGLU, UnitRMSNorm
 from fivefold.models.llama import module as llama
 from fivefold.models.qwen3 import module as qwen3
-from fivefold.models.section import ModelSection, known
 
 
 class NormedAttention(qwen3.NormedAttention):
@@ -26,12 +24,8 @@ class GeGLU(SwiGLU):
     geglu = True
 
 
-class Block(SandwichBlock):
-    def __init__(self, model: ModelSection, number: int = 0) -> None:
-        size = model.dim, known(model.norm_eps)
-        norms = UnitRMSNorm(*size), AddUnitRMSNorm(*size), UnitRMSNorm(*size), UnitRMSNorm(*size)
-        attention = NormedAttention(model, model.attention_bias, number)
-        super().__init__(attention, GeGLU(model.dim, known(model.ffn_dim)), norms, model.dropout)
+class Block(llama.SandwichBlock):
+    attention_type, mlp_type, norm_types = NormedAttention, GeGLU, (UnitRMSNorm, AddUnitRMSNorm)
 
 
 class Model(llama.Model):

@@ -3,22 +3,16 @@ rotates."""
 
 from __future__ import annotations
 
-from fivefold.models.base import SandwichBlock
-from fivefold.models.layers import AddRMSNorm, Attention, RMSNorm, SwiGLU
+from fivefold.models.layers import Attention
 from fivefold.models.llama import module as llama
-from fivefold.models.section import ModelSection, known
 
 
 class BiasedAttention(Attention):
     out_biased = False
 
 
-class Block(SandwichBlock):
-    def __init__(self, model: ModelSection, number: int = 0) -> None:
-        size = model.dim, known(model.norm_eps)
-        norms = RMSNorm(*size), AddRMSNorm(*size), RMSNorm(*size), RMSNorm(*size)
-        attention = BiasedAttention(model, model.attention_bias, number)
-        super().__init__(attention, SwiGLU(model.dim, known(model.ffn_dim)), norms, model.dropout)
+class Block(llama.SandwichBlock):
+    attention_type = BiasedAttention
 
 
 class Model(llama.Model):

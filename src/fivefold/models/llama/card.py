@@ -35,7 +35,9 @@ class Card(card.Card):
         return rms_norm(D)
 
     def block(self, number: int) -> dict[str, Shape]:
-        return block(self.norm(self.model.dim), self.attention(), self.feed_forward(number), self.post_norm)
+        norm = self.norm(self.model.dim)
+        found = block(norm, self.attention(), self.feed_forward(number), self.post_norm)
+        return found | (under("norm1_after", norm) | under("norm2_after", norm) if self.sandwich_norm else {})
 
     def attention(self) -> dict[str, Shape]:
         return attention(self.model, self.qkv_biased or self.model.attention_bias, self.out_biased)

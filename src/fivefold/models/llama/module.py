@@ -11,11 +11,14 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fivefold.kernels.blockwise_attention import Documents
 from fivefold.models.base import LanguageModel, PreNormBlock, block_dict
 from fivefold.models.layers import (
+    AddNorm,
     AddRMSNorm,
     Attention,
     Embedding,
+    LayerCache,
     Linear,
     RMSNorm,
     Sublayer,
@@ -33,6 +36,33 @@ class Block(PreNormBlock):
         attention = self.attention_type(model, model.attention_bias, number)
         mlp = SwiGLU(D, known(model.ffn_dim))
         super().__init__(RMSNorm(D, eps), attention, AddRMSNorm(D, eps), mlp, model.dropout)
+
+
+class SandwichBlock(PreNormBlock):
+    """x + norm1_after(attention(norm1(x))), then the same with the feed-forward layer (Gemma 2, arXiv 2408.00118)."""
+
+    attention_type: type[Attention] = Attention
+    mlp_type: type[SwiGLU] = SwiGLU
+    norm_types: tuple[type[RMSNorm], type[AddNorm]] = (RMSNorm, AddRMSNorm)
+
+    def __init__(self, model: ModelSection, number: int = 0) -> None:
+        size, (norm, add_norm) = (model.dim, known(model.norm_eps)), self.norm_types
+        attention = self.attention_type(model, model.attention_bias, number)
+        mlp = self.mlp_type(model.dim, known(model.ffn_dim))
+        super().__init__(norm(*size), attention, add_norm(*size), mlp, model.dropout)
+        self.norm1_after, self.norm2_after = norm(*size), norm(*size)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        *tables: Tensor,
+        cache: LayerCache | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        attended_BTD = self.attention(self.norm1(x_BTD), *tables, cache=cache, documents=documents)
+        attended_BTD = F.dropout(self.norm1_after(attended_BTD), self.dropout, self.training)
+        x_BTD, normed_BTD = self.norm2(x_BTD, attended_BTD)
+        return x_BTD + F.dropout(self.norm2_after(self.mlp(normed_BTD)), self.dropout, self.training)
 
 
 class Model(LanguageModel):
