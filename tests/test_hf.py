@@ -257,9 +257,9 @@ def test_configs_that_we_do_not_compute_are_refused(arch, change, words):
         ("stablelm", [], "kind is smollm3, and the first difference: .*partial_rotary_factor 0.25"),
         ("glm", [], "kind is llama, and the first difference: rope_parameters has partial_rotary_factor 0.5"),
         (
-            "ministral",
-            ["q_proj.weight", "q_proj.bias"],
-            r"kind is .*: model.layers.0.self_attn.q_proj.bias is no weight of ",
+            "olmo",
+            ["q_proj.weight", "q_scale.weight"],
+            r"kind is .*: model.layers.0.self_attn.q_scale.weight is no weight of ",
         ),
     ],
 )

@@ -51,7 +51,8 @@ def to_config(model: ModelSection) -> dict[str, Any]:
     """Theirs has a padding token by default, whose row of the embedding gets no gradient."""
     config = {key: value for key, value in llama.decoder(model).items() if key != "hidden_act"}
     scale = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": model.head_width}
-    return config | scale | olmo3.windows(model) | {"attention_bias": False, "pad_token_id": None}
+    older = {"rope_local_base_freq": (model.local or model).rope_theta}  # transformers 4
+    return config | scale | older | olmo3.windows(model) | {"attention_bias": False, "pad_token_id": None}
 
 
 def from_config(config: Mapping[str, Any]) -> dict[str, Any]:

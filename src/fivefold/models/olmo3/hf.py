@@ -28,7 +28,7 @@ def windows(model: ModelSection) -> dict[str, Any]:
     near = llama.decoder(model.local or model)["rope_parameters"]
     rope = {FULL: llama.decoder(model)["rope_parameters"], NEAR: near}
     window = {"sliding_window": model.sliding_window or None, "layer_types": kinds}
-    return window | {"rope_parameters": rope, "rope_scaling": None}
+    return window | {"rope_parameters": rope}
 
 
 def from_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -231,8 +231,8 @@ def _pieces(message: Message, s: Setting, rank: int, backward: bool) -> Iterator
     at = s.layout.cp, index_in(s.layout, "cp", rank)
     moved = ring_attention.messages(*at, s.card.causal, backward, message.reach)
     keys = message.size / len(moved)
-    yield "send", message.axis, keys * sum(sent for sent, _ in moved), len(moved)
-    yield "receive", message.axis, keys * sum(received for _, received in moved), len(moved)
+    for way, shares in zip(("send", "receive"), zip(*moved, strict=True), strict=True):
+        yield way, message.axis, keys * sum(shares), sum(share > 0 for share in shares)
 
 
 def _gradients(s: Setting, rank: int, position: int) -> Iterator[Moment]:
