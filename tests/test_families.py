@@ -12,13 +12,17 @@ from ranks import run_ranks
 from steps import counted, planned, recipe_of
 from test_layouts import passes
 
+from fivefold.kernels.blockwise_attention import Documents
 from fivefold.kernels.tiling import Sample
 from fivefold.models.card import card_of, flops_per_token
 from fivefold.models.rules import model_rules
+from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.messages import volume
 from fivefold.plan.predict import held as at_peak
+from fivefold.plan.setting import FIVEFOLD_CPU, setting
 from fivefold.recipe import ModelSection, resolve_model
 from fivefold.schedules.ring_attention import reach_of, slowest
+from fivefold.sharding.layout import Layout
 from fivefold.trace.depth import exact
 
 LAYOUTS = [
@@ -137,3 +141,37 @@ def test_files_mean_what_their_families_mean_by_default() -> None:
     assert (found["glm4"].rotary_dim, found["glm4"].attention_bias) == (4, True)
     assert found["phi3"].rotary_dim == 6
     assert small("phi3").rotary_dim == 4
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(cp=4), Layout(cp=4, cp_method="all_gather")], ids=str)
+def test_the_plan_prices_the_tiles_of_windows(layout: Layout) -> None:
+    """On CPUs, in each turn those of the slowest rank; in the blocks that have a window."""
+    T, window = 2048, 250
+    section = ModelSection(
+        arch="olmo3", layers=4, dim=64, heads=4, seq_len=T, sliding_window=window, full_every=4
+    )
+    model = resolve_model(section, vocab_size=64)
+    s = setting(model, layout, parse(f"h100:{layout.ranks}"), 1, 1, "fp32", FIVEFOLD_CPU)
+    near, full = (
+        next(op for op in s.work.block[s.kind(second, "none")] if op.attention) for second in (False, True)
+    )
+    documents, found = Documents(np.zeros((1, T), np.int64)), []
+    for limit in (window, 0):
+        by_turn = zip(*documents.tiling.turns(layout, True, limit), strict=True)
+        turns = [
+            [[documents.tiles(*of, True, 4, limit) for of in rank] for rank in ranks] for ranks in by_turn
+        ]
+        found.append(
+            sum(
+                max(
+                    sum((t.end - t.start) * (t.high - t.low) for tiles in rank for t in tiles)
+                    for rank in ranks
+                )
+                for ranks in turns
+            )
+        )
+    assert near.attention / full.attention == pytest.approx(found[0] / found[1])
+    assert [s.card.second[n] for n in range(4)] == [False, False, False, True]
+    if layout.cp_method == "ring" and layout.cp > 1:
+        (sent,), (whole,) = near.sent_forward, full.sent_forward
+        assert (sent.size / whole.size, sent.reach) == (2 / 3, 1)

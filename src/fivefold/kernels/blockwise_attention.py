@@ -60,7 +60,7 @@ class Scores(NamedTuple):
 
 
 PLAIN = Scores()
-NO_CAP = "flash attention on GPUs; precision.mode = fp32 has it"
+NOT_CAUSAL, NO_CAP = "models that are not causal", "flash attention on GPUs; precision.mode = fp32 has it"
 
 
 class Tile(NamedTuple):
@@ -209,7 +209,7 @@ def attention(
     window without a causal mask."""
     T, S = q.shape[1], k.shape[1]
     if not causal:
-        scores.refuse("models that are not causal", ["window"])
+        scores.refuse(NOT_CAUSAL, ["window"])
     plain = not scores.soft_cap and scores.sink is None
     if has_flash(q) and plain and T == S and (documents is not None or scores.window):
         return _of_any_length(q, k, v, causal, documents, scores.window)
@@ -291,7 +291,7 @@ def qkv_attention(
     UserError: a window without a causal mask.
     """
     if not causal:
-        scores.refuse("models that are not causal", ["window"])
+        scores.refuse(NOT_CAUSAL, ["window"])
     if native.usable(qkv) and not scores.soft_cap and scores.sink is None:
         window = scores.window if scores.window < qkv.shape[1] else 0
         return _QKVAttention.apply(qkv, heads, kv_heads, cos, sin, causal, recompute, documents, window)

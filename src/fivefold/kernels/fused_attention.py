@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from fivefold.kernels.blockwise_attention import (
     NO_CAP,
+    NOT_CAUSAL,
     PLAIN,
     Documents,
     Scores,
@@ -102,7 +103,10 @@ def of_output(q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> 
 
 
 def attended(qkv: Tensor, cos: Tensor | None, sin: Tensor | None, core: Any, sees: Sees) -> Tensor:
-    """Attention on one fused projection (B, t, (H + 2K) d), by a core, with a sink if there is one: (B, t, H d)."""
+    """Attention on one fused projection (B, t, (H + 2K) d), by a core, with a sink if there is one: (B, t, H d). Raises
+    UserError: a window without a causal mask."""
+    if not core.causal:
+        sees.scores.refuse(NOT_CAUSAL, ["window"])
     sink, scores = sees.scores.sink, sees.scores._replace(sink=None)
     return _Attended.apply(qkv, sink, cos, sin, core, Sees(sees.documents, scores))
 

@@ -157,8 +157,6 @@ class OverRanks(ContextAttention, ABC):
         documents: Documents | None = None,
         scores: Scores = PLAIN,
     ) -> Tensor:
-        if not self.causal:
-            scores.refuse("models that are not causal", ["window"])
         if has_flash(qkv, qkv.shape[2] // (self.heads + 2 * self.kv_heads)):
             scores.refuse(NO_CAP, ["soft_cap"])
         return attended(qkv, cos_Td, sin_Td, self, Sees(documents, scores))
