@@ -84,7 +84,7 @@ class OneRank(NamedTuple):
         out, lse = attend(q, *kv, self.causal, self._tiles(q, sees), sees.scores.soft_cap)
         return out.transpose(1, 2).flatten(2), lse
 
-    def backward(self, kept: Sequence[Tensor], dout: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+    def backward(self, kept: Sequence[Any], dout: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
         """Gradients of q and kv. kept: q, kv, out, lse, and the number of the documents, if there are any
         (`numbered`)."""
         rows, tiles = of_output(*kept[:4], dout), self._tiles(kept[0], sees)

@@ -78,12 +78,15 @@ def sandwich_block(
     """A block with norms of the sublayers' inputs and of their outputs."""
     mask = dropout_mask(s, program)
     behind, fed = ("attended", "fed") if program.joined else ("stream", "stream")
+    second = norm("norm2", s, program, "stream", mlp[0])
+    if program.joined:  # its input is made again from the block's, and attention's
+        second = replace(second, saved=second.saved[1:])
     return [
         norm("norm1", s, program, "input", attended[0]),
         *attended,
         norm("norm1 after", s, program, behind),
         add("add1", s, program, mask),
-        norm("norm2", s, program, behind, mlp[0]),
+        second,
         *mlp[:-1],
         replace(mlp[-1], part="gate" if program.joined else mlp[-1].part),
         norm("norm2 after", s, program, fed),

@@ -168,7 +168,7 @@ class OverRanks(ContextAttention, ABC):
         number = None if sees.documents is None else sees.documents.number
         return _attend(q, kv, number, self.key, *sees.scores[:2])
 
-    def backward(self, kept: Sequence[Tensor], dout: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+    def backward(self, kept: Sequence[Any], dout: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
         """`gradients` of what `attended` kept, contiguous and in its dtype."""
         (q, kv, out, lse, number) = kept
         if torch.compiler.is_compiling():
@@ -292,7 +292,8 @@ def _ring_gradients(
         arriving = kv.new_empty(2, B, K, int(t * turn.comes_home), d)
         started = _exchange(axis, leaving, turn.owner, arriving, turn.visited)
         _add_arrived(dkv, coming_home)  # from the previous turn
-        coming_home += [(started, arriving)] * (started is not None)
+        if started is not None:
+            coming_home.append((started, arriving))
     _add_arrived(dkv, coming_home)
     return dq, dkv
 
