@@ -175,3 +175,16 @@ def test_the_plan_prices_the_tiles_of_windows(layout: Layout) -> None:
     if layout.cp_method == "ring" and layout.cp > 1:
         (sent,), (whole,) = near.sent_forward, full.sent_forward
         assert (sent.size / whole.size, sent.reach) == (2 / 3, 1)
+
+
+def test_flash_attention_copies_the_keys_of_windows_only() -> None:
+    """With gathered keys, of several sequences; in a ring with windows it computes nothing."""
+    model = resolve_model(
+        small("mistral", layers=1, dim=64, heads=4, seq_len=256, sliding_window=40), vocab_size=64
+    )
+    for method, B in (("all_gather", 2), ("all_gather", 1), ("ring", 2)):
+        layout = Layout(cp=2, cp_method=method)
+        near = setting(model, layout, parse("h100:2"), B, 1, "bf16").sizes.near
+        spans = Documents(np.zeros((1, 256), np.int64)).tiling.dealt(2, True)
+        keys = max(sum(b - max(0, a - 39) for a, b in some) for some in spans) / 128
+        assert near.copied == ((1.0, keys) if (method, B) == ("all_gather", 2) else (0.0, 0.0))

@@ -184,17 +184,17 @@ class Sample:
             self._computed[asked] = max_pairs(self.tiling, *of, window) / max_pairs(whole, *of)
         return self._computed[asked]
 
-    def copied(self, B: int, causal: bool, layout: Layout) -> tuple[float, float]:
+    def copied(self, B: int, causal: bool, layout: Layout, window: int = 0) -> tuple[float, float]:
         """Tokens of queries and of keys that a rank of the context axis multiplies in all turns, relative to its own
         tokens: on average over microbatches of B sequences, of the rank with most. Flash attention wants the tokens of
         several sequences in a row (kernels/partial_attention.py)."""
-        if (asked := (B, causal, layout.cp, layout.cp_method)) not in self._copied:
+        if (asked := (B, causal, layout.cp, layout.cp_method, window)) not in self._copied:
             starts, each = _microbatches(self.tiling, B), self.tiling.shape[1] / layout.cp
             found = []
-            for turns in self.tiling.turns(layout, causal):
+            for turns in self.tiling.turns(layout, causal, window):
                 tokens = np.zeros(2)
                 for columns in (product for products in turns for product in products):
-                    some = np.add.reduceat(self.tiling.pairs(*columns, causal), starts) > 0
+                    some = np.add.reduceat(self.tiling.pairs(*columns, causal, window), starts) > 0
                     tokens += some.mean() * np.array([sum(b - a for a, b in of) for of in columns])
                 found.append(tuple((tokens / each).tolist()))
             # Backward copies more of queries.

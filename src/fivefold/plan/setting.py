@@ -27,7 +27,7 @@ from fivefold.schedules.pipeline import DEFAULT, Schedule, stages_per_rank
 from fivefold.sharding.layout import Layout, changed
 from fivefold.sharding.layout_rules import on_nodes
 from fivefold.sharding.parts import Shape, ends_of, sharing_group, stage_blocks, stages_of
-from fivefold.sharding.sequence import some_queries
+from fivefold.sharding.sequence import RING, some_queries
 from fivefold.sharding.sync import ONE_REPLICA_GROUP, ReplicaGroups
 from fivefold.sharding.tiers import tiers
 from fivefold.sharding.units import FsdpUnit, Keeping, compressed_buckets, keepings
@@ -99,7 +99,7 @@ def seen(
     """What the kernels compute that run there: on CPUs tiles, on GPUs in 16 bits document by document, in each turn of
     a ring as long as its slowest rank. Other kernels compute whole sequences. window: keys that a query sees; 0:
     all."""
-    sample = documents.sample if documents else None
+    sample, several = documents.sample if documents else None, B > 1
     if sample is None and window:
         sample, B = whole_sequence(model.seq_len), 1
     if sample is None:
@@ -108,8 +108,9 @@ def seen(
     if program.attention == "blocks":
         return Seen(sample.computed(B, causal, int(element_size), layout, window))
     if program.attention == "flash" and any_length(element_size, model.head_width):
-        some = B > 1 and some_queries(layout.cp, layout.cp_method)
-        copied = sample.copied(B, causal, layout) if some else (0.0, 0.0)
+        some = several and some_queries(layout.cp, layout.cp_method)
+        some = some and not (window and layout.cp_method == RING)  # tiles copy none in a row
+        copied = sample.copied(B, causal, layout, window) if some else (0.0, 0.0)
         share = sample.in_turns(B, causal, layout, window)
         return Seen(share, min(sample.seen, window or sample.seen), copied)
     return WHOLE_SEQUENCES
