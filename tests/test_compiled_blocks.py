@@ -9,6 +9,7 @@ from typing import Any
 import gpu_blocks  # benchmarks/planner
 import pytest
 import torch
+from families import FAMILIES, overrides
 from test_trace_gpu import recipe_of
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
@@ -298,10 +299,14 @@ def test_compiled_code_repeats_the_matmuls_whose_results_it_does_not_keep() -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-@pytest.mark.parametrize("arch", ["llama", "gpt2", "bert", "qwen3", "olmo2", "moe", "deepseek", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "arch", ["llama", "gpt2", "bert", "qwen3", "olmo2", "moe", "deepseek", "qwen3_moe", *FAMILIES]
+)
 def test_every_architecture_keeps_what_the_plan_says(arch: str, mode: str) -> None:
     head = ["model.head_dim=16"] if "qwen3" in arch else []  # a multiple of 8, as flash wants
     head += ["model.kv_heads=4"] if arch == "deepseek" else []
+    if arch in FAMILIES:  # one block: of one kind
+        head += [*overrides(arch)[1:], "model.layers=1", *(["model.head_dim=16"] if arch == "gemma3" else [])]
     recipe = recipe_of(f"dp=1,recompute={mode}", arch, *WIDE, *head)
     [answer] = traced(recipe)
     assert block(answer).graphs == 1

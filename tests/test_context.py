@@ -213,28 +213,28 @@ def test_every_position_is_right_at_the_seams(layout, model):
 def count_work(rank: int, world: int, recipe: Recipe) -> tuple[int, int, int]:
     """(query-key pairs of one head in one forward, in one backward, bytes sent in both) on this rank."""
     state = state_of(rank, world, recipe)
-    pairs, sent, exchange = {"forward": 0, "backward": 0}, [], Axis.start_exchange
+    pairs, sent, exchange = {"forward": 0, "backward": 0}, [], Axis.start_moves
 
     def counted(name, function):
-        def call(rows, k, v, causal, tiles):
+        def call(rows, k, v, causal, tiles, soft_cap):
             Q, S = (rows if isinstance(rows, Tensor) else rows.q).shape[2], k.shape[2]
             pairs[name] += Q * (Q + 1) // 2 if causal else Q * S
-            return function(rows, k, v, causal, tiles)
+            return function(rows, k, v, causal, tiles, soft_cap)
 
         return call
 
-    def spy(self, leaving, *arguments):
-        sent.append(leaving.nbytes)
-        return exchange(self, leaving, *arguments)
+    def spy(self, sends, receives):
+        sent.extend(leaving.nbytes for leaving, _ in sends)
+        return exchange(self, sends, receives)
 
     try:
         context.attend = counted("forward", attend)
         context.attend_backward = counted("backward", attend_backward)
-        Axis.start_exchange = spy  # type: ignore[method-assign]
+        Axis.start_moves = spy  # type: ignore[method-assign]
         forward_backward(state, share_of(Source(), 0, 1, 1, state.mesh), seed=0)
     finally:
         context.attend, context.attend_backward = attend, attend_backward
-        Axis.start_exchange = exchange  # type: ignore[method-assign]
+        Axis.start_moves = exchange  # type: ignore[method-assign]
     return pairs["forward"], pairs["backward"], sum(sent)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
+from families import overrides
 from hypothesis import given, settings
 from marks import all_but, slow, slow_but
 from parity import assert_equal, state_of, steps
@@ -29,6 +30,7 @@ from fivefold.data.tokens import COUNTED, ENDS, Shard, Tokens
 from fivefold.errors import UserError
 from fivefold.kernels import native, partial_attention
 from fivefold.kernels.blockwise_attention import Documents, qkv_attention
+from fivefold.kernels.fused_attention import Sees
 from fivefold.kernels.partial_attention import attend, attend_backward, queries
 from fivefold.kernels.tiling import Columns, Sample, scores, shared_spans
 from fivefold.models.base import build
@@ -50,6 +52,8 @@ MODELS = {
     "gpt2": ["model.arch=gpt2"],
     "bert": ["model.arch=bert"],
     "olmo2": ["model.arch=olmo2"],
+    "smollm3": overrides("smollm3"),
+    "gemma3": overrides("gemma3"),
     "deepseek": [
         "model.arch=deepseek", "model.query_rank=20", "model.kv_rank=12", "model.nope_dim=8", "model.rope_dim=4",
         "model.value_dim=6", "model.experts=4", "model.experts_per_token=2", "model.expert_ffn_dim=24",
@@ -259,6 +263,7 @@ LAYOUTS = [
     ("deepseek", "cp=2"), ("llama", "dp_replicate=2,cp=2"), ("llama", "cp=2,cp_method=all_gather"),
     ("llama", "cp=4,cp_method=all_gather"), ("bert", "cp=2,cp_method=all_gather"),
     ("gpt2", "cp=2,cp_method=all_gather,tp=2,sp=true"), ("gpt2", "pp=2,cp=2,cp_method=all_gather"),
+    ("gemma3", "cp=4"), ("gemma3", "cp=2,cp_method=ulysses"), ("gemma3", "cp=4,cp_method=all_gather"),
     ("deepseek", "cp=2,cp_method=all_gather"), ("llama", "dp_shard=2,cp=2,cp_method=all_gather,zero=3"),
     )
 ] + [("llama", layout, "best_fit") for layout in ("dp_shard=2,zero=3", "tp=2,sp=true", "cp=2", "pp=2")]  # fmt: skip
@@ -334,11 +339,11 @@ def counted_scores(rank: int, world: int, recipe: Recipe, first: np.ndarray) -> 
     state, found, kernels = state_of(rank, world, recipe), [0, 0], (context.attend, context.attend_backward)
 
     def counted(at: int, kernel):
-        def call(q, k, v, causal, tiles):
+        def call(q, k, v, causal, tiles, soft_cap):
             found[at] += sum(
                 (t.rows.stop - t.rows.start) * (t.end - t.start) * (t.high - t.low) for t in tiles
             )
-            return kernel(q, k, v, causal, tiles)
+            return kernel(q, k, v, causal, tiles, soft_cap)
 
         return call
 
@@ -568,8 +573,8 @@ class Alone:
     def __init__(self, size: int, index: int) -> None:
         self.size, self.index = size, index
 
-    def start_exchange(self, leaving: torch.Tensor, to: int, arriving: torch.Tensor, _: int) -> Any:
-        return lambda: arriving
+    def start_moves(self, sends: Sequence[Any], receives: Sequence[Any]) -> Any:
+        return lambda: None
 
     def run(self, _: Any, x: torch.Tensor, backward: bool = False) -> torch.Tensor:
         rows = len(x) // self.size if backward else len(x) * self.size
@@ -601,9 +606,10 @@ def test_plan_counts_what_flash_attention_copies(
         q = torch.empty(B, heads, t, 16, dtype=torch.bfloat16, device="meta")
         kv = torch.empty(2, B, keys, t, 16, dtype=torch.bfloat16, device="meta")
         copied.append(0)
-        out, lse = attention.attend(q, kv, documents)
+        sees = Sees(documents)
+        out, lse = attention.attend(q, kv, sees)
         copied.append(0)
-        attention.backward(q, kv, out, lse, torch.empty_like(out), documents)
+        attention.backward((q, kv, out, lse, documents.number), torch.empty_like(out), sees)
         each.append(copied[-2:])
     sets = ["model.arch=llama", f"model.heads={heads}", f"model.kv_heads={keys}", f"model.seq_len={2 * t}"]
     sets += ["model.head_dim=16", "model.dim=64", f"train.microbatch_size={B}", "precision.mode=bf16"]
@@ -651,7 +657,7 @@ def test_the_planner_knows_the_documents_of_tokenized_text(tmp_path, monkeypatch
     assert found.step.seconds < unknown.step.seconds
     counted = [one.mfu * one.step.seconds for one in (found, unknown)]
     model = found.setting.model
-    fewer = flops_per_token(model, told["pairs"]) / flops_per_token(model)
+    fewer = flops_per_token(model, lambda _: told["pairs"]) / flops_per_token(model)
     assert counted[0] / counted[1] == pytest.approx(fewer)
     assert fewer < 0.95
     near = planned(recipe, told["document_tokens"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from families import FAMILIES
+from families import small as small_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,6 +40,10 @@ MODELS = {
         rope_context=8,
     ),
     "gpt2": ModelSection(arch="gpt2", layers=2, dim=32, heads=4, vocab_size=64, seq_len=24),
+    **{
+        arch: small_model(arch, tie_embeddings=False, layers=2, dim=32, heads=4, vocab_size=64, seq_len=24)
+        for arch in FAMILIES
+    },
 }
 GREEDY = Sampling(max_tokens=18, temperature=0)
 

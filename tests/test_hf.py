@@ -165,8 +165,8 @@ def test_first_bert_files_with_gamma_and_pooler_are_imported(tmp_path):
     [
         (
             "llama",
-            {"rope_scaling": {"type": "linear", "factor": 2.0}},
-            ["rope_scaling", '"linear"', "default"],
+            {"rope_scaling": {"type": "longrope", "factor": 2.0}},
+            ["rope_scaling", '"longrope"', "default", '"linear"'],
         ),
         (
             "llama",
@@ -184,9 +184,26 @@ def test_first_bert_files_with_gamma_and_pooler_are_imported(tmp_path):
         ("llama", {"hidden_act": "gelu", "mlp_bias": True}, ["hidden_act = gelu", "silu", "mlp_bias = true"]),
         ("llama", {"sliding_window": 4096}, ["sliding_window = 4096", "null"]),
         ("llama", {"head_dim": 7}, ["model.head_dim = 7 must be even"]),
-        ("llama", {"model_type": "mistral", "sliding_window": 4096}, ["sliding_window = 4096", "null"]),
-        ("llama", {"model_type": "mistral"}, ["sliding_window is missing", "4096"]),
-        ("llama", {"model_type": "gemma"}, ['"gemma"', "bert, deepseek_v3, gpt2, llama, mistral, mixtral"]),
+        (
+            "llama",
+            {"model_type": "gemma"},
+            ['"gemma"', "bert, deepseek_v3, gemma3_text, glm4, gpt2, llama, mis"],
+        ),
+        ("qwen2", {"use_sliding_window": True}, ["use_sliding_window = true"]),
+        ("smollm3", {"no_rope_layers": [1, 0, 0, 1]}, ["no_rope_layers has another pattern", "every n"]),
+        (
+            "olmo3",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            ["layer_types has another pattern"],
+        ),
+        (
+            "olmo3",
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": YARN}},
+            ["scale sliding_attention by themselves"],
+        ),
+        ("gemma3", {"query_pre_attn_scalar": 168}, ["query_pre_attn_scalar = 168", "only head_dim = 8"]),
+        ("gemma3", {"final_logit_softcapping": 30.0}, ["final_logit_softcapping = 30.0"]),
+        ("phi3", {"rope_scaling": {"type": "longrope", "factor": 2.0}}, ['"longrope"']),
         ("qwen3", {"use_sliding_window": True}, ["use_sliding_window = true"]),
         (
             "qwen3_moe",
@@ -229,24 +246,20 @@ def test_configs_that_we_do_not_compute_are_refused(arch, change, words):
             [],
             "kind is llama, and the first difference: hidden_act = gelu_pytorch_tanh; only silu or",
         ),
-        ("gpt_neox", [], "kind is llama, and the first difference: hidden_act = gelu; only silu or"),
+        ("gemma2", [], "kind is gemma3_text, and the first difference: attn_logit_softcapping = 50.0; only"),
+        ("gpt_neox", [], "kind is smollm3, and the first difference: hidden_act = gelu; only silu or"),
         ("gpt_oss", [], "kind is mixtral, and the first difference: sliding_window = 128; only null"),
         (
             "granite",
             [],
-            "kind is llama, and the first difference: llama has no attention_multiplier = 1.0, embedding_",
+            "kind is smollm3, and the first difference: smollm3 has no attention_multiplier = 1.0, embedding_",
         ),
-        ("smollm3", [], "kind is llama, and the first difference: llama has no .*no_rope_layers = "),
-        ("stablelm", [], "kind is llama, and the first difference: .*partial_rotary_factor 0.25"),
+        ("stablelm", [], "kind is smollm3, and the first difference: .*partial_rotary_factor 0.25"),
+        ("glm", [], "kind is llama, and the first difference: rope_parameters has partial_rotary_factor 0.5"),
         (
-            "phi3",
-            ["qkv_proj.weight"],
-            r"kind is llama, .*: model.layers.0.self_attn.qkv_proj.weight is no weight",
-        ),
-        (
-            "qwen2",
-            ["q_proj.weight", "q_proj.bias"],
-            r"kind is llama, .*: model.layers.0.self_attn.q_proj.bias is no",
+            "olmo",
+            ["q_proj.weight", "q_scale.weight"],
+            r"kind is .*: model.layers.0.self_attn.q_scale.weight is no weight of ",
         ),
     ],
 )
@@ -291,16 +304,6 @@ def test_yarn_is_read(more, mscale):
     )
     assert got.rope_mscale == mscale
     assert from_hf_config(hf_config(got)) == got
-
-
-def test_mistral_without_a_window_is_a_llama():
-    model = resolve_model(ModelSection(kv_heads=2, **SMALL), vocab_size=300)
-    theirs = transformers.MistralConfig(
-        **hf_config(model) | {"model_type": "mistral", "sliding_window": None}
-    )
-    assert from_hf_config(theirs.to_dict()) == model
-    with pytest.raises(UserError, match="sliding_window = 4096; only null is supported"):
-        from_hf_config(transformers.MistralConfig(**hf_config(model) | {"model_type": "mistral"}).to_dict())
 
 
 @pytest.fixture

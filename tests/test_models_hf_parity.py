@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from families import FAMILIES, small
 
 from fivefold.models.base import build
 from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
@@ -55,6 +56,11 @@ MODELS = {
     "gpt2-untied": ModelSection(arch="gpt2", ffn_dim=72, tie_embeddings=False, **SMALL),
     "bert": ModelSection(arch="bert", **SMALL),
     "bert-untied": ModelSection(arch="bert", ffn_dim=72, tie_embeddings=False, **SMALL),
+    **{arch: small(arch, ffn_dim=72, **SMALL) for arch in FAMILIES},
+    "mistral-full": ModelSection(arch="mistral", **SMALL),
+    "gemma3-linear": small("gemma3", rope_factor=4.0, rope_scaling="linear", tie_embeddings=False, **SMALL),
+    "glm4-biased": small("glm4", attention_bias=True, head_dim=10, **SMALL),
+    "phi3-whole-heads": ModelSection(arch="phi3", sliding_window=3, **SMALL),
 }
 
 

@@ -6,10 +6,11 @@ import math
 
 import pytest
 import torch
+from families import FAMILIES, small
 from torch.utils.flop_counter import FlopCounterMode
 
 from fivefold.models.base import build
-from fivefold.models.card import flops_per_token
+from fivefold.models.card import card_of, flops_per_token
 from fivefold.recipe import ModelSection, count_parameters, load, resolve_model, shipped
 
 SMALL = {"layers": 3, "dim": 64, "heads": 4, "vocab_size": 256, "seq_len": 40}
@@ -20,6 +21,7 @@ MODELS = [
     ModelSection(arch="bert", ffn_dim=96, **SMALL),
     ModelSection(arch="qwen3", kv_heads=2, head_dim=24, **SMALL),
     ModelSection(arch="olmo2", kv_heads=2, **SMALL),
+    *(small(arch, **SMALL) for arch in FAMILIES),
 ]
 
 
@@ -65,8 +67,10 @@ def test_flops_are_those_that_torch_counts(section):
     counted = sum(
         flops for op, flops in counts.items() if op in (torch.ops.aten.mm, torch.ops.aten.addmm, *onednn)
     )
-    width = model.heads * model.head_width
-    attention = 12 * model.layers * width * model.seq_len * (1.0 if model.arch == "bert" else 0.5)
+    card = card_of(model)
+    attention = sum(map(card.attention_flops, range(model.layers)))
+    width = 12 * model.layers * model.heads * model.head_width * model.seq_len
+    assert attention == width * (0.5 if card.causal else 1.0) or card.narrow
     assert counted / tokens.numel() == pytest.approx(flops_per_token(model) - attention, rel=1e-12)
 
 

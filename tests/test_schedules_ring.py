@@ -2,7 +2,7 @@
 
 import pytest
 
-from fivefold.schedules.ring_attention import messages, turns
+from fivefold.schedules.ring_attention import messages, reach_of, slowest, turns
 
 
 def halves(rank: int, ranks: int) -> tuple[int, int]:
@@ -54,3 +54,39 @@ def test_the_ring_waits_for_whole_keys_in_every_message(ranks, causal):
         for some in zip(*of_ranks, strict=True):
             assert max(map(max, some)) == 1.0
             assert sum(sent for sent, _ in some) == sum(received for _, received in some)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("reach", [0, 1, 2, 5])
+def test_with_a_window_only_keys_that_somebody_sees_are_sent(ranks: int, reach: int) -> None:
+    """Straight from their owner; turns in which nobody sees any are left out, for all ranks alike."""
+    every = [turns(ranks, index, True, reach) for index in range(ranks)]
+    assert len({len(own) for own in every}) == 1
+    for index, own in enumerate(every):
+        met = []
+        for number, turn in enumerate(own):
+            keys = halves(turn.owner, ranks)[: int(2 * turn.keys)]
+            queries = halves(index, ranks)[1 if turn.late else 0 :]
+            met += [(q, k) for q in queries for k in keys if 0 <= q - k <= reach]
+            to, source = every[turn.to][number], every[turn.source][number]
+            assert turn.sends == to.receives * (number + 1 < len(own))
+            assert turn.receives == source.sends
+            assert turn.receives == (own[number + 1].keys if number + 1 < len(own) else 0)
+            visited = every[turn.visited][number]
+            assert visited.owner == index
+            assert turn.comes_home == (visited.keys if number else 0)
+        wanted = [(q, k) for q in halves(index, ranks) for k in range(2 * ranks) if 0 <= q - k <= reach]
+        assert sorted(met) == sorted(wanted)
+    for number in range(1, len(every[0])):
+        assert any(own[number].keys for own in every), "a turn in which nobody sees anything"
+
+
+def test_a_short_window_leaves_two_neighbours() -> None:
+    """Of 8 ranks with 16 chunks of 512 tokens: those that have the chunks before a rank's own."""
+    assert reach_of(8, 8192, 513) == 1
+    assert reach_of(8, 8192, 514) == 2
+    assert reach_of(8, 8192, 8192) is None
+    assert [turn.owner for turn in turns(8, 3, True, 1)] == [3, 4, 2]
+    assert slowest(8, True, False, 1) == (1.0, 0.5)
+    assert slowest(8, True, True, 1) == (1.0, 0.5, 1.0, 0.5)
+    assert slowest(8, True, True) == (1.0,) * 14

@@ -1,6 +1,6 @@
 """A window, a cap and a sink: each function that attends computes them, or refuses them by name."""
 
-from types import SimpleNamespace
+from contextlib import nullcontext
 from typing import Any
 
 import flash_twin
@@ -8,19 +8,22 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from marks import only
+from marks import all_but
 from ranks import run_ranks
 from torch import Tensor
 
 from fivefold.comm import Axis
 from fivefold.errors import UserError
-from fivefold.kernels.blockwise_attention import Documents, Scores, qkv_attention
+from fivefold.kernels import native
+from fivefold.kernels.blockwise_attention import Documents, Scores
+from fivefold.kernels.fused_attention import fused_attention
 from fivefold.models.layers import AttentionCore, LayerCache, cached_attention
 from fivefold.parallel import context
 from fivefold.sharding.layout import Layout
+from fivefold.sharding.sequence import METHODS, token_spans
 
-B, T, H, K, d = 2, 14, 4, 2, 8
-FIRST = np.array([[0] * 4 + [4] * 10, [0] * 9 + [9] * 5])
+B, T, H, K, d = 2, 16, 4, 2, 8
+FIRST = np.array([[0] * 4 + [4] * 12, [0] * 9 + [9] * 7])
 SETTINGS = {
     "window": (3, 0.0, False),
     "soft_cap": (0, 0.7, False),
@@ -80,17 +83,18 @@ def compare(got: Tensor, qkv: Tensor, dout: Tensor, scores: Scores, first: np.nd
 def test_attention_of_whole_sequences_and_documents(setting, documents):
     qkv, dout, scores = inputs(setting)
     first = FIRST if documents else 0 * FIRST
-    got = qkv_attention(qkv, H, K, None, None, True, False, Documents(FIRST) if documents else None, scores)
+    got = fused_attention(qkv, H, K, None, None, True, False, Documents(FIRST) if documents else None, scores)
     compare(got, qkv, dout, scores, first)
 
 
 @pytest.mark.parametrize("documents", [False, True])
-def test_flash_attention_has_a_window(documents):
+def test_flash_attention_has_a_window(documents, monkeypatch):
     """On GPUs, by the twin of PyTorch's operators."""
+    monkeypatch.setattr(native, "usable", lambda *_: False)
     qkv, dout, scores = inputs("window")
     with flash_twin.on_cpu() as calls:
         of = Documents(FIRST) if documents else None
-        got = qkv_attention(qkv, H, K, None, None, True, False, of, scores)
+        got = fused_attention(qkv, H, K, None, None, True, False, of, scores)
         compare(got, qkv, dout, scores, FIRST if documents else 0 * FIRST)
     assert calls == [(4 if documents else B, B * T)] * 2
 
@@ -102,23 +106,28 @@ def test_generation(setting):
     with torch.no_grad():
         wanted = reference(qkv, *scores, 0 * FIRST)
         cache = LayerCache((B, T, K, d), torch.float32, "cpu")
-        parts = [cached_attention(x, H, K, None, None, cache, scores) for x in qkv.split([5, 1, 1, 7], dim=1)]
+        parts = [cached_attention(x, H, K, None, None, cache, scores) for x in qkv.split([5, 1, 1, 9], dim=1)]
     assert torch.allclose(torch.cat(parts, dim=1), wanted, atol=1e-6)
 
 
-def exchanged(rank: int, world: int, setting: str) -> list[tuple[float, float]]:
-    """Ulysses on ranks beside whole sequences: differences and sizes of values, of gradients, of those of the sink
-    summed over ranks."""
+def over_ranks(
+    rank: int, world: int, setting: str, method: str, documents: bool, flash: bool = False
+) -> list[tuple[float, float]]:
+    """Attention over ranks beside whole sequences: differences and sizes of values, of gradients, of those of the sink
+    summed over ranks. flash: by the twin of GPUs' kernels."""
     assert dist.group.WORLD is not None
     axis = Axis("cp", range(world), rank, torch.device("cpu"), dist.group.WORLD)
     qkv, dout, scores = inputs(setting)
-    mine = slice(T // world * rank, T // world * (rank + 1))
+    layout, of = Layout(cp=world, cp_method=method), Documents(FIRST) if documents else None
+    spans = token_spans(layout, T, rank)
+    mine = torch.cat([torch.arange(*span) for span in spans])
     part = qkv.detach()[:, mine].clone().requires_grad_()
     sink = None if scores.sink is None else scores.sink.detach().clone().requires_grad_()
-    attention = context.Ulysses(AttentionCore(H, K), axis, Layout(cp=world, cp_method="ulysses"))
-    got = attention(part, scores=scores._replace(sink=sink))
-    got.backward(dout[:, mine])
-    wanted = qkv_attention(qkv, H, K, None, None, True, scores=scores)
+    attention = context.METHODS[method](AttentionCore(H, K), axis, layout)
+    with flash_twin.on_cpu() if flash else nullcontext():
+        got = attention(part, documents=of, scores=scores._replace(sink=sink))
+        got.backward(dout[:, mine])
+    wanted = fused_attention(qkv, H, K, None, None, True, documents=of, scores=scores)
     wanted.backward(dout)
     assert qkv.grad is not None
     pairs: list[Any] = [(got, wanted[:, mine]), (part.grad, qkv.grad[:, mine])]
@@ -128,33 +137,36 @@ def exchanged(rank: int, world: int, setting: str) -> list[tuple[float, float]]:
     return [(float((a - b).abs().max()), float(b.abs().max())) for a, b in pairs]
 
 
-@only("all")
+@all_but("ring-4-False-window", "all_gather-4-True-all")
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_ulysses(setting):
-    for pairs in run_ranks(2, exchanged, setting):
-        assert all(difference < 4e-6 * size for difference, size in pairs)
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("method", METHODS)
+def test_ranks_equal_one_process(method, world, documents, setting):
+    if method == "ulysses" and world > K:
+        pytest.skip("the ranks must divide the heads")
+    for pairs in run_ranks(world, over_ranks, setting, method, documents):
+        assert all(difference < 8e-6 * size for difference, size in pairs)
 
 
-@pytest.mark.parametrize("method", ["ring", "all_gather"])
-@pytest.mark.parametrize("setting", ["window", "soft_cap", "sink"])
-def test_a_ring_refuses_them_by_name(setting, method):
-    qkv, _, scores = inputs(setting)
-    attention = context.METHODS[method](
-        AttentionCore(H, K), SimpleNamespace(key="cp"), Layout(cp=2, cp_method=method)
-    )
-    with pytest.raises(
-        UserError, match=f"attention with {setting}.*: not supported by layout.cp_method = {method}"
-    ):
-        attention(qkv, scores=scores)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "setting"),
+    [("all_gather", "window"), ("all_gather", "sink"), ("ring", "sink"), ("ring", "window")],
+)
+@pytest.mark.parametrize("documents", [False, True])
+def test_flash_attention_of_ranks_equals_one_process(method, setting, documents):
+    for pairs in run_ranks(2, over_ranks, setting, method, documents, True):
+        assert all(difference < 8e-6 * size for difference, size in pairs)
 
 
-@pytest.mark.parametrize("setting", ["soft_cap", "sink"])
+@pytest.mark.parametrize("setting", ["soft_cap"])
 def test_flash_attention_refuses_what_it_lacks(setting):
     qkv, _, scores = inputs(setting)
     there = qkv.detach().to("meta", torch.bfloat16)
     for documents in (None, Documents(FIRST, "meta")):
         with pytest.raises(UserError, match=f"attention with {setting}.*: not supported by flash attention"):
-            qkv_attention(there, H, K, None, None, True, False, documents, scores)
+            fused_attention(there, H, K, None, None, True, False, documents, scores)
 
 
 def test_a_window_needs_causal_attention():
@@ -162,4 +174,4 @@ def test_a_window_needs_causal_attention():
     with pytest.raises(
         UserError, match="attention with window = 3: not supported by models that are not causal"
     ):
-        qkv_attention(qkv, H, K, None, None, False, scores=scores)
+        fused_attention(qkv, H, K, None, None, False, scores=scores)

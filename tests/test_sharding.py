@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from families import FAMILIES, small
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,6 +36,7 @@ MODELS = [
     ModelSection(arch="olmo2", **SMALL),
     ModelSection(arch="qwen3_moe", head_dim=16, experts=4, expert_ffn_dim=16, **SMALL),
     ModelSection(arch="deepseek", rope_dim=6, value_dim=5, dense_layers=1, **SMALL),
+    *(small(arch, **SMALL) for arch in FAMILIES),
 ]
 
 
@@ -48,7 +50,7 @@ def test_names_and_shapes_are_the_modules(section):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("section", [MODELS[0], MODELS[2], *MODELS[4:]], ids=lambda m: m.arch)
+@pytest.mark.parametrize("section", [MODELS[0], MODELS[2], *MODELS[4:10]], ids=lambda m: m.arch)
 def test_parts_of_all_ranks_are_the_whole(section, ranks):
     model = resolve_model(section, vocab_size=64)
     for name, cut in card_of(model).cuts.items():

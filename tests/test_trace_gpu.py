@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from families import FAMILIES, overrides
 from marks import only
 
 from fivefold.errors import UserError
@@ -50,7 +51,7 @@ ARCHS = {
     "bert": ["model.kv_heads=4", "model.dropout=0.1"],
     "moe": ["model.experts=4", "model.experts_per_token=2", "model.shared_experts=1", "model.balance=bias"],
 }
-MORE_ARCHS = {"qwen3": ["model.head_dim=12"], "olmo2": []}
+MORE_ARCHS = {"qwen3": ["model.head_dim=12"], "olmo2": []} | {arch: overrides(arch)[1:] for arch in FAMILIES}
 PIPELINES = [
     f"pp=2,schedule={name},virtual_stages={max(1, min(2, schedule.stages[1] or 2))}"
     for name, schedule in SCHEDULES.items()
@@ -337,6 +338,9 @@ def attention(recipe: Recipe) -> set[str]:
     model, layout = recipe.model, Layout.from_recipe(recipe.layout)
     size = DTYPES[PRECISIONS[chosen(recipe.precision.mode, fast_bf16=True)].working].bytes
     some = layout.cp > 1 and layout.cp_method != "ulysses"
+    windows = [card_of(model).window(number) for number in range(model.layers)]
+    if some and layout.cp_method == "ring" and all(windows):
+        return set()
     if some and size == 2 and model.head_width % 8 == 0:
         return set(INSIDE.values())
     if recipe.data.document_masks and not some and size == 2 and model.head_width % 8 == 0:

@@ -169,8 +169,8 @@ def import_(
 ) -> None:
     """Import a Hugging Face folder as a run.
 
-    Works for Llama, Mistral, Qwen3, OLMo 2, Mixtral, GPT-2 and BERT models, and for torchtitan's Llama 3 checkpoints
-    with the model's config.json beside them. Generate from the run, or train it further.
+    Works for Llama, Mistral, Phi-3, Qwen, SmolLM3, OLMo, Gemma 3, GLM-4, Mixtral, GPT-2 and BERT models, and for
+    torchtitan's Llama 3 checkpoints with the model's config.json beside them. Generate from the run, or train on.
     """
     if not (folder / "config.json").is_file():
         dcp = ". Put the model's beside the DCP checkpoint" if (folder / ".metadata").exists() else ""

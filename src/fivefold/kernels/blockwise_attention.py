@@ -14,6 +14,7 @@ Legend: B batch, T sequence, H query heads, K key-value heads, G = H/K, d head s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from inspect import signature
 from itertools import count
 from typing import Any, NamedTuple
@@ -49,10 +50,6 @@ class Scores(NamedTuple):
     soft_cap: float = 0.0
     sink: Tensor | None = None
 
-    @property
-    def changed(self) -> bool:
-        return bool(self.window or self.soft_cap) or self.sink is not None
-
     def refuse(self, why: str, names: Sequence[str] = ("window", "soft_cap", "sink")) -> None:
         """Raises UserError: one of these is set. why: what does not compute it, and what does."""
         for name in names:
@@ -63,6 +60,7 @@ class Scores(NamedTuple):
 
 
 PLAIN = Scores()
+NOT_CAUSAL, NO_CAP = "models that are not causal", "flash attention on GPUs; precision.mode = fp32 has it"
 
 
 class Tile(NamedTuple):
@@ -82,11 +80,12 @@ class Tile(NamedTuple):
 
 class Lengths(NamedTuple):
     """Sequences that lie one behind the other, as flash attention takes them. queries, keys: their cumulative lengths,
-    int32 (n + 1) on the device. longest: of queries, of keys."""
+    int32 (n + 1) on the device. longest: of queries, of keys. window: keys that a query sees; 0: all."""
 
     queries: Tensor
     keys: Tensor
     longest: tuple[int, int]
+    window: int = 0
 
 
 Shared = Sequence[Tile] | Lengths
@@ -108,7 +107,7 @@ class Documents:
     def __init__(self, first_BT: np.ndarray, device: torch.device | str = "cpu") -> None:
         self.tiling, self.device = Tiling(first_BT), torch.device(device)
         self.first_BT, self.shape = self.tiling.first_BT, self.tiling.shape
-        self._tiles: dict[tuple[Columns, Columns, bool, int], list[Tile]] = {}
+        self._tiles: dict[tuple[Columns, Columns, bool, int, int], list[Tile]] = {}
         self._lengths: dict[tuple[Columns, Columns], Lengths] = {}
         ends = np.append(np.flatnonzero(self.tiling.begins_BT.ravel()), first_BT.size)
         # Here, and not where they are used: PyTorch's compiler reads attributes, and cannot trace numpy.
@@ -134,10 +133,12 @@ class Documents:
         seen = self.first[:, :, None] == self.first[:, None, :]
         return (seen.tril() if causal else seen)[:, None]
 
-    def tiles(self, queries: Columns, keys: Columns, causal: bool, element_size: int) -> list[Tile]:
+    def tiles(
+        self, queries: Columns, keys: Columns, causal: bool, element_size: int, window: int = 0
+    ) -> list[Tile]:
         """The tiles of queries and keys at these columns. Queries and keys of a tile are counted among them. A query
         that sees none of the keys may be in no tile."""
-        asked = queries, keys, causal, element_size
+        asked = queries, keys, causal, element_size, window
         if asked not in self._tiles:
             tiles = list[Tile]()
             for rows, start, end, low, high, bounds_BQ2 in self.tiling.blocks(*asked):
@@ -146,10 +147,11 @@ class Documents:
             self._tiles[asked] = tiles
         return self._tiles[asked]
 
-    def shared(self, queries: Columns, keys: Columns, causal: bool, like: Tensor) -> Shared:
-        """What the kernel for queries like these computes at these columns. Causal: as in `Tiling.pairs`."""
+    def shared(self, queries: Columns, keys: Columns, causal: bool, like: Tensor, window: int = 0) -> Shared:
+        """What the kernel for queries like these computes at these columns. Causal: as in `Tiling.pairs`. window: with
+        flash attention, the last query sees the last key."""
         if not has_flash(like) or torch.version.hip:  # AMD's masks and writes the lse in another way
-            return self.tiles(queries, keys, causal, like.element_size())
+            return self.tiles(queries, keys, causal, like.element_size(), window)
         if (asked := (queries, keys)) not in self._lengths:
             found_2n = joined_lengths(np.stack([self.tiling.lengths(queries), self.tiling.lengths(keys)]))
             if not found_2n.all(0).any():
@@ -158,7 +160,7 @@ class Documents:
             # At least 2: sequences of one query each are read in another way, which knows none without a query.
             longest_q, longest_k = (max(2, int(of.max())) for of in found_2n)
             self._lengths[asked] = Lengths(q, k, (longest_q, longest_k))
-        return self._lengths[asked]
+        return self._lengths[asked]._replace(window=window)
 
     def _sent(self, numbers: np.ndarray) -> Tensor:
         return to_device(torch.from_numpy(numbers), self.device)
@@ -173,13 +175,21 @@ def numbered(number: Tensor | None) -> Documents | None:
     return None if number is None else _by_number[int(number)]
 
 
+@lru_cache(maxsize=16)
+def one_document(B: int, T: int, device: torch.device) -> Documents:
+    """Sequences that hold one document each, for windows in them."""
+    return Documents(np.zeros((B, T), np.int64), device)
+
+
 def whole_tiles(
-    B: int, T: int, causal: bool, element_size: int, documents: Documents | None = None
+    B: int, T: int, causal: bool, element_size: int, documents: Documents | None = None, window: int = 0
 ) -> Sequence[Tile]:
-    """The tiles of whole sequences; without documents those of a causal mask, or of none."""
+    """The tiles of whole sequences; without documents and window those of a causal mask, or of none."""
+    if documents is None and 0 < window < T:
+        documents = one_document(B, T, torch.device("cpu"))
     if documents is not None:
         assert documents.shape == (B, T), f"documents of {documents.shape}, tokens of {(B, T)}"
-        return documents.tiles(((0, T),), ((0, T),), causal, element_size)
+        return documents.tiles(((0, T),), ((0, T),), causal, element_size, window)
     return [Tile(slice(0, B), *block[:2], 0, block[2]) for block in query_blocks(T, causal, element_size)]
 
 
@@ -195,23 +205,22 @@ def attention(
     """softmax(q k^T / sqrt(d)) v. q (B, T, H, d), k and v (B, S, K, d) with K dividing H; returns (B, T, H, d).
 
     Causal: the last query sees every key (queries are the last T of S positions). documents: a query sees keys of its
-    own document only; S = T. scores: flash attention knows the window only. Elsewhere a cap or a sink is written out,
-    with all scores in memory. Raises UserError: something of `scores` is not supported."""
+    own document only; S = T. scores: a cap or a sink is written out, with all scores in memory. Raises UserError: a
+    window without a causal mask."""
     T, S = q.shape[1], k.shape[1]
     if not causal:
-        scores.refuse("models that are not causal", ["window"])
-    if has_flash(q):
-        scores.refuse("flash attention on GPUs; precision.mode = fp32 has it", ["soft_cap", "sink"])
-    if has_flash(q) and T == S and (documents is not None or scores.changed):
+        scores.refuse(NOT_CAUSAL, ["window"])
+    plain = not scores.soft_cap and scores.sink is None
+    if has_flash(q) and plain and T == S and (documents is not None or scores.window):
         return _of_any_length(q, k, v, causal, documents, scores.window)
     mask = None
     if documents is not None:
         mask = documents.mask(causal)
-    elif causal and (T != S or scores.changed):
+    elif causal and (T != S or scores.window or not plain):
         mask = torch.ones(1, 1, T, S, dtype=torch.bool, device=q.device).tril(S - T)
     if scores.window and mask is not None:
         mask = mask.triu(S - T - scores.window + 1)
-    if scores.soft_cap or scores.sink is not None:
+    if not plain:
         return _written_out(q, k, v, mask, scores)
     out = F.scaled_dot_product_attention(
         *(wide(x).transpose(1, 2) for x in (q, k, v)),
@@ -236,10 +245,10 @@ def _written_out(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: S
     return torch.einsum("bhts,bshd->bthd", p_BHTS, v).to(q.dtype)
 
 
-def has_flash(q: Tensor) -> bool:
-    """True if PyTorch's flash attention takes queries (..., d). "meta" stands for a GPU: tests call the kernels there,
-    for shapes."""
-    return q.device.type in ("cuda", "meta") and any_length(q.element_size(), q.shape[-1])
+def has_flash(q: Tensor, d: int = 0) -> bool:
+    """True if PyTorch's flash attention takes queries (..., d), or with heads of width d. "meta" stands for a GPU:
+    tests call the kernels there, for shapes."""
+    return q.device.type in ("cuda", "meta") and any_length(q.element_size(), d or q.shape[-1])
 
 
 def _of_any_length(
@@ -278,10 +287,14 @@ def qkv_attention(
 
     qkv (B, T, (H + 2K) d): all query heads, then key heads, then value heads. cos, sin (T, d/2) fp32 or None.
     recompute: backward computes the probabilities again instead of keeping them. documents, scores: see `attention`.
-    Angles need not begin anew at a document: scores depend on differences of positions. Returns (B, T, H d).
+    Angles need not begin anew at a document: scores depend on differences of positions. Returns (B, T, H d). Raises
+    UserError: a window without a causal mask.
     """
-    if native.usable(qkv) and not scores.changed:
-        return _QKVAttention.apply(qkv, heads, kv_heads, cos, sin, causal, recompute, documents)
+    if not causal:
+        scores.refuse(NOT_CAUSAL, ["window"])
+    if native.usable(qkv) and not scores.soft_cap and scores.sink is None:
+        window = scores.window if scores.window < qkv.shape[1] else 0
+        return _QKVAttention.apply(qkv, heads, kv_heads, cos, sin, causal, recompute, documents, window)
     q, k, v = heads_of(qkv, heads, kv_heads, cos, sin)
     if cos is not None and qkv.is_cuda and torch.is_grad_enabled():
         v = v.contiguous()  # a view would keep all of qkv for backward, beside the rotated queries and keys
@@ -314,7 +327,7 @@ class _QKVAttention(Function):
     @staticmethod
     def forward(
         ctx: Any, qkv: Tensor, heads: int, kv_heads: int, cos: Tensor | None, sin: Tensor | None, causal: bool,
-        recompute: bool, documents: Documents | None,
+        recompute: bool, documents: Documents | None, window: int,
     ):  # fmt: skip
         qkv = qkv.contiguous()
         B, T, width = qkv.shape
@@ -328,7 +341,7 @@ class _QKVAttention(Function):
         out = qkv.new_empty(B, T, heads * d)
         queries, probabilities, keeps = [], [], keeps_probabilities(T) and not recompute
         k, v = wide(k_BKTd), wide(v_BKTd)
-        tiles = whole_tiles(B, T, causal, qkv.element_size(), documents)
+        tiles = whole_tiles(B, T, causal, qkv.element_size(), documents, window)
         for tile in tiles:  # B is the number of a tile's rows from here on
             q = _heads_first(qkv[tile.rows], 0, heads, d, tile.start, tile.end, cos, sin)
             p = _probabilities(q, _keys(k, tile), tile, causal)  # (BK, GQ, S)
@@ -370,7 +383,7 @@ class _QKVAttention(Function):
         assert dv is not None
         _heads_last(dk, dqkv, ctx.heads, 0, cos, sin)
         _heads_last(dv, dqkv, ctx.heads + K, 0)
-        return dqkv, *[None] * 7
+        return dqkv, *[None] * 8
 
 
 def _keys(x_BKTd: Tensor, tile: Tile) -> Tensor:

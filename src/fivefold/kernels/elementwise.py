@@ -119,6 +119,28 @@ class _SwiGLU(Function):
         return dgate_up
 
 
+def geglu(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up by GELU's tanh form (arXiv 2002.05202). gate_up (..., 2F): as in `swiglu`. Returns (..., F)."""
+    return _GeGLU.apply(gate_up)
+
+
+class _GeGLU(Function):
+    """Keeps its input alone."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        ctx.save_for_backward(gate_up)
+        return F.gelu(gate, approximate="tanh") * up
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        gate, up = ctx.saved_tensors[0].chunk(2, dim=-1)
+        dgate = torch.ops.aten.gelu_backward(grads[0] * up, gate, approximate="tanh")
+        return torch.cat((dgate, grads[0] * F.gelu(gate, approximate="tanh")), dim=-1)
+
+
 def gelu(x: Tensor, approximate: Literal["tanh", "none"]) -> Tensor:
     """GELU (arXiv 1606.08415), by its tanh form or exact."""
     if native.usable(x):

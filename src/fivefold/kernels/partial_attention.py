@@ -89,13 +89,13 @@ def split_heads_backward(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, tiles: Shared | None = None
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, tiles: Shared | None = None, soft_cap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Attention of q (B, H, Q, d) to k, v (B, K, S, d). Returns output (B, H, Q, d) in q's dtype, lse (B, H, Q) fp32.
 
     Causal: query i sees keys 0..i, and Q = S; in a document, the last query sees the last key. q is contiguous; k and v
     may be cut in S from longer ones. tiles: of packed documents (`Documents.shared`). A query that sees none of the
-    keys has the output 0 and the lse -inf.
+    keys has the output 0 and the lse -inf. soft_cap: see `Scores`; flash attention has none.
     """
     assert tiles is not None or not causal or q.shape[2] == k.shape[2]
     if isinstance(tiles, Lengths) or (tiles is None and has_flash(q)):
@@ -109,6 +109,8 @@ def attend(
         block = tile.rows, slice(None), slice(tile.start, tile.end)
         keys, values = _flat(_keys(k, tile)), _flat(_keys(v, tile))
         p = torch.bmm(wide(_stack(q[block], k.shape[1])), keys.transpose(1, 2))  # (B K, G q, S)
+        if soft_cap:
+            _cap(p, soft_cap, q.shape[3])
         lse[block] = _softmax(p, tile, q.shape[1], causal, q.shape[3]).view(lse[block].shape)
         out[block] = torch.bmm(p, values).view(out[block].shape)
     return out, lse
@@ -128,10 +130,10 @@ def queries(q: Tensor, dout: Tensor, out: Tensor, lse: Tensor) -> Queries:
 
 
 def attend_backward(
-    rows: Queries, k: Tensor, v: Tensor, causal: bool, tiles: Shared | None = None
+    rows: Queries, k: Tensor, v: Tensor, causal: bool, tiles: Shared | None = None, soft_cap: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients over these keys: of q (B, H, Q, d), and of k and v (B, K, S, d). The last two are fp32 if they are sums
-    of many blocks. tiles: as in `attend`."""
+    of many blocks. tiles, soft_cap: as in `attend`."""
     if isinstance(tiles, Lengths) or (tiles is None and has_flash(rows.q)):
         return flash_backward(rows, k, v, causal, tiles)
     K, dq = k.shape[1], torch.empty_like(rows.q) if tiles is None else torch.zeros_like(rows.q)
@@ -144,6 +146,7 @@ def attend_backward(
         part, keys = Queries(*(x[block] for x in rows)), _flat(_keys(k, tile))
         q_rows, do_rows = wide(_stack(part.q, K)), wide(_stack(part.dout, K))  # (B K, G q, d)
         p = torch.bmm(q_rows, keys.transpose(1, 2))
+        slope = _cap(p, soft_cap, rows.q.shape[3]) if soft_cap else None
         ds = torch.bmm(do_rows, _flat(_keys(v, tile)).transpose(1, 2))
         # Scores become probabilities, and ds the gradient of the scores, in place.
         heads, d = part.q.shape[1], part.q.shape[3]
@@ -157,6 +160,8 @@ def attend_backward(
             ds.copy_(exact * (ds.float() - delta) * d**-0.5)
             p.copy_(exact)
             del exact  # before the matmuls
+        if slope is not None:
+            ds.mul_(slope)
         dq[block] = torch.bmm(ds, keys).view(part.q.shape)
         dk_block = torch.bmm(ds.transpose(1, 2), q_rows)
         dv_block = torch.bmm(p.transpose(1, 2), do_rows)
@@ -165,6 +170,13 @@ def attend_backward(
     if dk is None or dv is None:  # no query sees any key
         return dq, torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
     return dq, dk, dv
+
+
+def _cap(products: Tensor, soft_cap: float, d: int) -> Tensor:
+    """Caps scores, given as products of queries and keys, in place. Returns the derivative, 1 - tanh squared."""
+    tanh = (products.float() * (d**-0.5 / soft_cap)).tanh_()
+    products.copy_(tanh * (soft_cap * d**0.5))
+    return tanh.square_().neg_().add_(1)
 
 
 def _tiles(q: Tensor, k: Tensor, causal: bool) -> Sequence[Tile]:
@@ -211,7 +223,9 @@ def flash(
     log-sum-exp, and without that blocks cannot be merged."""
     cumulative, B = _sequences(q, k, lengths), q.shape[0]
     tokens = (_tokens(x, lengths) for x in (q, k, v))
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(*tokens, *cumulative, 0.0, causal, False)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        *tokens, *cumulative, 0.0, causal, False, **_window(lengths)
+    )
     if lengths is not None:  # lse (H, B Q); the kernel writes inf where a query sees no key
         lse = lse.unflatten(1, (B, -1)).transpose(0, 1).contiguous()
         lse = lse.masked_fill_(lse == torch.inf, -torch.inf)
@@ -228,7 +242,7 @@ def flash_backward(
     tokens = (_tokens(x, lengths) for x in (rows.dout, q, k, v, rows.out))
     random = q.new_empty(2, dtype=torch.uint64), q.new_empty(0)  # of dropout: nothing reads it
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        *tokens, lse, *_sequences(q, k, lengths), 0.0, causal, *random
+        *tokens, lse, *_sequences(q, k, lengths), 0.0, causal, *random, **_window(lengths)
     )
     return _heads(dq, B, lengths), _heads(dk, B, lengths), _heads(dv, B, lengths)
 
@@ -236,6 +250,13 @@ def flash_backward(
 def _sequences(q: Tensor, k: Tensor, lengths: Lengths | None) -> tuple[Any, ...]:
     """Four arguments of flash attention: cumulative lengths, or none, and the longest."""
     return (None, None, q.shape[2], k.shape[2]) if lengths is None else (*lengths[:2], *lengths.longest)
+
+
+def _window(lengths: Lengths | None) -> dict[str, int]:
+    """Options of flash attention for a causal window: keys before a query's own, and behind it."""
+    return (
+        {"window_size_left": lengths.window - 1, "window_size_right": 0} if lengths and lengths.window else {}
+    )
 
 
 def _tokens(x: Tensor, lengths: Lengths | None) -> Tensor:

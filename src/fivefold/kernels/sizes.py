@@ -62,15 +62,27 @@ def fp32_parts(N: int, V: int) -> list[slice]:
     return [slice(start, start + rows) for start in range(0, N, rows)]
 
 
-def block_size(T: int, element_size: int) -> int:
-    """Queries in a block of attention on CPUs."""
-    return max(FP32_BLOCK if element_size == 4 else BLOCK, -(-T // MAX_BLOCKS))
+WINDOW_BLOCKS = 8
+"""Blocks of queries in a window at least, if these are not too small. The first query of a block computes the keys of
+the last one, too: an eighth more than its own."""
 
 
-def query_blocks(T: int, causal: bool, element_size: int) -> list[tuple[int, int, int]]:
-    """(start, end, keys seen) of each block of queries, for attention on CPUs."""
-    size = block_size(T, element_size)
-    return [(s, min(s + size, T), min(s + size, T) if causal else T) for s in range(0, T, size)]
+def block_size(T: int, element_size: int, window: int = 0) -> int:
+    """Queries in a block of attention on CPUs. window: keys that a query sees; 0: all."""
+    least, most = FP32_BLOCK if element_size == 4 else BLOCK, -(-T // MAX_BLOCKS)
+    return max(least, min(most, window // WINDOW_BLOCKS) if window else most)
+
+
+def query_blocks(T: int, causal: bool, element_size: int, window: int = 0) -> list[tuple[int, int, int]]:
+    """(start, end, keys computed) of each block of queries, for attention on CPUs. window: see `block_size`."""
+    size = block_size(T, element_size, window)
+    blocks = [(s, min(s + size, T), min(s + size, T) if causal else T) for s in range(0, T, size)]
+    if not window:
+        return blocks
+    step = size // SPAN_STEPS
+    return [
+        (s, e, min(-(-e // step) * step, T) - max(0, s - window + 1) // step * step) for s, e, _ in blocks
+    ]
 
 
 SPAN_STEPS = 4

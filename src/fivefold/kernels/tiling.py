@@ -19,7 +19,7 @@ import numpy as np
 from fivefold.kernels.sizes import SPAN_STEPS, WASTE, block_size, query_blocks
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import Columns
-from fivefold.sharding.sequence import deals, dealt, ring_columns
+from fivefold.sharding.sequence import deals, dealt, gathered_keys, ring_columns
 
 Block = tuple[slice, int, int, int, int, np.ndarray]
 """A block of queries with the keys that any of them sees: sequences; queries [from, to); keys [from, to); the keys
@@ -53,16 +53,21 @@ class Tiling:
         behind = np.arange(self.shape[1]) + 1 if causal else self.behind_BT
         return dealt((behind - self.first_BT).sum(0), ranks)
 
-    def turns(self, layout: Layout, causal: bool) -> list[list[list[Product]]]:
-        """What each rank of the context axis multiplies in each turn. A whole sequence is one rank's."""
+    def turns(self, layout: Layout, causal: bool, window: int = 0) -> list[list[list[Product]]]:
+        """What each rank of the context axis multiplies in each turn. A whole sequence is one rank's. window: keys that
+        a query sees; 0: all."""
         T = self.shape[1]
         whole = ((0, T),)
         if deals(layout):
             dealt = self.dealt(layout.cp, causal)
-            return [[[((span,), ((0, span[1] if causal else T),)) for span in some]] for some in dealt]
+            return [
+                [[((span,), (gathered_keys(span, T, causal, window),)) for span in some]] for some in dealt
+            ]
         if layout.cp == 1 or layout.cp_method == "ulysses":
             return [[[(whole, whole)]]]
-        return [[[turn] for turn in ring_columns(layout, T, rank, causal)] for rank in range(layout.cp)]
+        return [
+            [[turn] for turn in ring_columns(layout, T, rank, causal, window)] for rank in range(layout.cp)
+        ]
 
     def lengths(self, columns: Columns) -> np.ndarray:
         """The tokens that each document has at these columns: (N), sequence by sequence."""
@@ -71,26 +76,45 @@ class Tiling:
             self._lengths[columns] = np.sum(inside, axis=0)
         return self._lengths[columns]
 
-    def pairs(self, queries: Columns, keys: Columns, causal: bool) -> np.ndarray:
+    def pairs(self, queries: Columns, keys: Columns, causal: bool, window: int = 0) -> np.ndarray:
         """The pairs of a query and a key that it sees, of each document at these columns: (N). Causal: the last query
         sees the last key, or all keys are before the queries."""
+        if window:
+            low_BQ, high_BQ = self.bounds(queries, keys, causal, window)
+            by_token = np.zeros(self.shape, np.int64)
+            by_token[:, _places(queries)] = high_BQ - low_BQ
+            return np.add.reduceat(by_token.ravel(), np.flatnonzero(self.begins_BT))
         q, k = self.lengths(queries), self.lengths(keys)
         return q * k - (q * (q - 1) // 2 if causal and keys[-1][1] > queries[0][0] else 0)
 
-    def blocks(self, queries: Columns, keys: Columns, causal: bool, element_size: int) -> Iterator[Block]:
-        """The tiles of queries and keys at these columns. A query that sees none of the keys may be in no tile."""
-        q, k = (np.concatenate([np.arange(*span) for span in columns]) for columns in (queries, keys))
-        S, low_BQ = len(k), np.searchsorted(k, self.first_BT[:, q])
+    def bounds(
+        self, queries: Columns, keys: Columns, causal: bool, window: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The keys [from, to) at these columns that each query sees, counted among them: twice (B, Q)."""
+        q, k = _places(queries), _places(keys)
+        first_BQ = self.first_BT[:, q]
+        low_BQ = np.searchsorted(k, np.maximum(first_BQ, q - window + 1) if window else first_BQ)
         behind_BQ = np.broadcast_to(q + 1, low_BQ.shape) if causal else self.behind_BT[:, q]
-        bounds_BQ2 = np.stack([low_BQ, np.maximum(np.searchsorted(k, behind_BQ), low_BQ)], axis=2)
-        step = block_size(len(q), element_size) // SPAN_STEPS
-        for start, end, _ in query_blocks(len(q), causal, element_size):
+        return low_BQ, np.maximum(np.searchsorted(k, behind_BQ), low_BQ)
+
+    def blocks(
+        self, queries: Columns, keys: Columns, causal: bool, element_size: int, window: int = 0
+    ) -> Iterator[Block]:
+        """The tiles of queries and keys at these columns. A query that sees none of the keys may be in no tile."""
+        Q, S = (sum(b - a for a, b in columns) for columns in (queries, keys))
+        bounds_BQ2 = np.stack(self.bounds(queries, keys, causal, window), axis=2)
+        step = block_size(Q, element_size, window) // SPAN_STEPS
+        for start, end, _ in query_blocks(Q, causal, element_size, window):
             low_Bq, high_Bq = np.moveaxis(bounds_BQ2[:, start:end], 2, 0)
             seen_Bq = high_Bq > low_Bq
             lows_B = np.where(seen_Bq, low_Bq, S).min(1) // step * step
             highs_B = np.minimum(-(-np.where(seen_Bq, high_Bq, 0).max(1) // step) * step, S)
             for first, last, low, high in shared_spans(lows_B.tolist(), highs_B.tolist()):
                 yield slice(first, last), start, end, low, high, bounds_BQ2
+
+
+def _places(columns: Columns) -> np.ndarray:
+    return np.concatenate([np.arange(0), *(np.arange(*span) for span in columns)])
 
 
 def joined_lengths(lengths_2N: np.ndarray) -> np.ndarray:
@@ -142,51 +166,55 @@ class Sample:
         """The length of its document that an average token is in: that of sequences with equally many pairs."""
         return float((self.tiling.behind_BT - self.tiling.first_BT).mean())
 
-    def pairs(self, causal: bool) -> float:
-        """The share of the pairs of a query and a key of the same document."""
+    def pairs(self, causal: bool, window: int = 0) -> float:
+        """The share of the pairs of a query and a key of the same document, and within a window if there is one."""
         R, T = self.tiling.shape
         if not causal:
             return self.seen / T
-        return float((np.arange(T) - self.tiling.first_BT + 1).sum()) / (R * T * (T + 1) / 2)
+        before_RT = np.arange(T) - self.tiling.first_BT + 1
+        return float(np.minimum(before_RT, window or T).sum()) / (R * T * (T + 1) / 2)
 
-    def in_turns(self, B: int, causal: bool, layout: Layout) -> float:
+    def in_turns(self, B: int, causal: bool, layout: Layout, window: int = 0) -> float:
         """`pairs`, in microbatches of B sequences, of the slowest rank in each turn of a ring. With other methods the
         ranks of the context axis have equally many, or nearly."""
         if layout.cp == 1 or layout.cp_method != "ring":
-            return self.pairs(causal)
-        if (asked := (B, causal, layout.cp)) not in self._computed:
+            return self.pairs(causal, window)
+        if (asked := (B, causal, layout.cp, window)) not in self._computed:
             of, whole = (B, causal, layout), Tiling(np.zeros_like(self.tiling.first_BT))
-            self._computed[asked] = max_pairs(self.tiling, *of) / max_pairs(whole, *of)
+            self._computed[asked] = max_pairs(self.tiling, *of, window) / max_pairs(whole, *of)
         return self._computed[asked]
 
-    def copied(self, B: int, causal: bool, layout: Layout) -> tuple[float, float]:
+    def copied(self, B: int, causal: bool, layout: Layout, window: int = 0) -> tuple[float, float]:
         """Tokens of queries and of keys that a rank of the context axis multiplies in all turns, relative to its own
         tokens: on average over microbatches of B sequences, of the rank with most. Flash attention wants the tokens of
         several sequences in a row (kernels/partial_attention.py)."""
-        if (asked := (B, causal, layout.cp, layout.cp_method)) not in self._copied:
+        if (asked := (B, causal, layout.cp, layout.cp_method, window)) not in self._copied:
             starts, each = _microbatches(self.tiling, B), self.tiling.shape[1] / layout.cp
             found = []
-            for turns in self.tiling.turns(layout, causal):
+            for turns in self.tiling.turns(layout, causal, window):
                 tokens = np.zeros(2)
                 for columns in (product for products in turns for product in products):
-                    some = np.add.reduceat(self.tiling.pairs(*columns, causal), starts) > 0
+                    some = np.add.reduceat(self.tiling.pairs(*columns, causal, window), starts) > 0
                     tokens += some.mean() * np.array([sum(b - a for a, b in of) for of in columns])
                 found.append(tuple((tokens / each).tolist()))
             # Backward copies more of queries.
             self._copied[asked] = max(found, key=lambda tokens: (sum(tokens), tokens[0]))
         return self._copied[asked]
 
-    def computed(self, B: int, causal: bool, element_size: int, layout: Layout | None = None) -> float:
-        """The share of the scores that tiles have, in microbatches of B sequences.
+    def computed(
+        self, B: int, causal: bool, element_size: int, layout: Layout | None = None, window: int = 0
+    ) -> float:
+        """The share of the scores that tiles have, in microbatches of B sequences, of those without a window.
 
         layout: says which columns a rank of the context axis has. The slowest one counts, in each turn of a ring.
         """
         layout = layout or Layout()
-        asked = B, causal, element_size, layout.cp, layout.cp_method
+        asked = B, causal, element_size, layout.cp, layout.cp_method, window
         if asked not in self._computed:
             none = Tiling(np.zeros((1, self.tiling.shape[1]), np.int64))
             rows = [self.tiling.first_BT[at : at + B] for at in range(0, self.tiling.shape[0], B)]
-            scores = sum(max_scores(Tiling(first_BT), layout, causal, element_size) for first_BT in rows)
+            of = layout, causal, element_size, window
+            scores = sum(max_scores(Tiling(first_BT), *of) for first_BT in rows)
             whole = max_scores(none, layout, causal, element_size)
             self._computed[asked] = scores / (whole * self.tiling.shape[0])
         return self._computed[asked]
@@ -208,21 +236,26 @@ def _microbatches(tiling: Tiling, B: int) -> np.ndarray:
     return np.flatnonzero(np.diff(np.nonzero(tiling.begins_BT)[0] // B, prepend=-1))
 
 
-def max_pairs(tiling: Tiling, B: int, causal: bool, layout: Layout) -> int:
+def max_pairs(tiling: Tiling, B: int, causal: bool, layout: Layout, window: int = 0) -> int:
     """Pairs of the slowest rank in each turn of a ring, with each microbatch of B sequences."""
     starts = _microbatches(tiling, B)
-    turns = zip(*tiling.turns(layout, causal), strict=True)
-    of = ([np.add.reduceat(tiling.pairs(q, k, causal), starts) for ((q, k),) in ranks] for ranks in turns)
+    turns = zip(*tiling.turns(layout, causal, window), strict=True)
+    of = (
+        [np.add.reduceat(tiling.pairs(q, k, causal, window), starts) for ((q, k),) in ranks]
+        for ranks in turns
+    )
     return int(sum(np.max(each, axis=0).sum() for each in of))
 
 
-def max_scores(tiling: Tiling, layout: Layout, causal: bool, element_size: int) -> int:
+def max_scores(tiling: Tiling, layout: Layout, causal: bool, element_size: int, window: int = 0) -> int:
     """Scores that the slowest rank of each turn computes."""
-    turns = zip(*tiling.turns(layout, causal), strict=True)
-    return sum(max(scores(tiling, of, causal, element_size) for of in ranks) for ranks in turns)
+    turns = zip(*tiling.turns(layout, causal, window), strict=True)
+    return sum(max(scores(tiling, of, causal, element_size, window) for of in ranks) for ranks in turns)
 
 
-def scores(tiling: Tiling, products: Sequence[Product], causal: bool, element_size: int) -> int:
+def scores(
+    tiling: Tiling, products: Sequence[Product], causal: bool, element_size: int, window: int = 0
+) -> int:
     """Scores of the tiles of these products."""
-    blocks = (block for of in products for block in tiling.blocks(*of, causal, element_size))
+    blocks = (block for of in products for block in tiling.blocks(*of, causal, element_size, window))
     return sum((r.stop - r.start) * (end - start) * (high - low) for r, start, end, low, high, _ in blocks)

@@ -279,8 +279,8 @@ def redundant(s: Setting) -> Redundant:
     even = replace(s, sizes=replace(s.sizes, load=1.0))
     undivided = replace(even.sizes, tp=1, cp=1, ep=1, sp=False, sp_regather=False, chunks=1)
     here, alone, shared = even.work, s.card.work(undivided, s.software), stage_costs.parts(even)
-    for (mixed, mode), count in Counter(zip(s.card.mixed, s.recompute, strict=True)).items():
-        priced = list(zip(*shared.operations[kind := s.kind(mixed, mode)], strict=True))
+    for (second, mode), count in Counter(zip(s.card.second, s.recompute, strict=True)).items():
+        priced = list(zip(*shared.operations[kind := s.kind(second, mode)], strict=True))
         _operations(seconds, even, priced, alone.block[kind], mode, count)
     for ops, whole in ((here.begin, alone.begin), (here.end, alone.end)):
         _operations(seconds, even, [(op, operation(op, even)) for op in ops], whole, "none", 1)

@@ -134,7 +134,7 @@ def _block(s: Setting) -> list[tuple[Operation, Cost]]:
 
 def _block_cost(s: Setting) -> Cost:
     """The cost of the last block for a microbatch, without messages of data parallelism."""
-    return stage_costs.computed(s, s.card.mixed[-1], stage_costs.parts(s), s.recompute[-1])
+    return stage_costs.computed(s, s.card.second[-1], stage_costs.parts(s), s.recompute[-1])
 
 
 def _sent(ops: Iterable[Operation], axis: str, s: Setting) -> float:

@@ -277,11 +277,13 @@ def activations(asked: Asked) -> Iterator[Term]:
     s, x = asked.setting, asked.symbols
     sizes, program = counted_in(asked)
     card = card_of(sizes.model)
-    kinds = Counter(card.mixed)
+    kinds = Counter(card.second)
     total = 0.0
-    for mixed, blocks in kinds.items():
-        named = f"{'experts, ' if mixed else 'dense, '}" if len(kinds) > 1 else ""
-        ops = card.block_operations(sizes, program.of(s.kind(mixed, "none")[1]), mixed)
+    for second, blocks in kinds.items():
+        number = card.second.index(second)
+        kind = ("whole, " if second else "window, ") if card.narrow else "experts, " if second else "dense, "
+        named = kind if len(kinds) > 1 else ""
+        ops = card.block_operations(sizes, program.of(s.kind(second, "none")[1]), number)
         block = kept_by_block(ops, "none", program)
         total += blocks * sum(block)
         shown = [(name, kept, "") for name, kept in kept_by_part(ops, "none", program).items()]
@@ -310,8 +312,8 @@ def activations_by_way(asked: Asked) -> dict[str, float]:
             continue
         sizes, program = counted_in(asked, tp=tp, sp=sp)
         card = card_of(sizes.model)
-        mixed, eager = asked.setting.kind(card.mixed[-1], "none")
-        ops = card.block_operations(sizes, program.of(eager), mixed)
+        _, eager = asked.setting.kind(card.second[-1], "none")
+        ops = card.block_operations(sizes, program.of(eager), sizes.model.layers - 1)
         for mode in ("none", "selective", "full") if name == "a block" else ("none", "selective"):
             kept, words = kept_by_block(ops, mode, program), name + f", {mode}" * (mode != "none")
             found[f"{words}: {kept_formula(kept, asked.symbols | {'t': tp})}"] = sum(kept)
@@ -416,7 +418,7 @@ def block_messages(asked: Asked) -> Iterator[Term]:
     for name, axis, kinds, changes, formulas in IN_BLOCKS:
         if getattr(s.layout, axis) == 1:
             continue
-        ops = card.block_operations(replace(s.sizes, **changes), s.software, any(card.mixed))
+        ops = card.block_operations(replace(s.sizes, **changes), s.software, s.model.layers - 1)
         leaving = []
         for index in range(min(2, s.layout.cp)):  # of a ring, the second sends most
             moments = volume.of_operations(s, s.layout.rank({"cp": index}), ops, "none", "a block", 1)

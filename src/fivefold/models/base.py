@@ -166,9 +166,9 @@ def init_box_(
     """Fills `out` with the box [box[0][0]:box[0][1], box[1][0]:box[1][1], ...] of parameter `name`, of this shape.
 
     Matrices: normal with standard deviation `init_std`, divided by sqrt(2 L) for the projections back into the residual
-    stream (GPT-2). Scales of norms: ones. Biases: zeros.
+    stream (GPT-2). Scales of norms: ones. Biases, and scales that are added to 1: zeros.
     """
-    if name.endswith("bias"):
+    if name.endswith(("bias", "delta")):
         out.zero_()
     elif len(shape) == 1:
         out.fill_(1.0)

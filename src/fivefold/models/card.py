@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fivefold.errors import UserError
 from fivefold.models import MASKED_SHARE, Objective, file_of, predicted, work
+from fivefold.models.mixture_work import mixture
 from fivefold.models.operations import ByKind, Matmul, Operation, Program, Saved, Sizes, Work
 from fivefold.models.section import ModelSection
 from fivefold.sharding.parts import TIED, Cut, Shape, matching
@@ -52,10 +54,24 @@ class Card(ABC):
     """True if linear layers and norms have biases: LayerNorm, else RMSNorm."""
     post_norm = False
     """True if norms are behind the sublayers instead of before them."""
+    sandwich_norm = False
+    """True if norms are before the sublayers and behind them."""
     free_heads = False
     """True if the width of a head need not be D / H."""
     attention_biases = False
     """True if the projections of attention may have biases though other layers have none."""
+    qkv_biased = False
+    """True if the projections of queries, keys and values always have biases."""
+    out_biased = True
+    """False if the output projection of attention has no bias, whatever the others have."""
+    unrotated = False
+    """True if some blocks may have no positions."""
+    partly_rotated = False
+    """True if a part of each head may have no positions."""
+    local_rotation = False
+    """True if blocks with a window may rotate in their own way."""
+    windows = False
+    """True if queries may see a window of keys only."""
     latent_attention = False
     """True if queries, keys and values are made from narrow latent vectors (MLA)."""
     has_experts = False
@@ -105,6 +121,35 @@ class Card(ABC):
     def mixed(self) -> tuple[bool, ...]:
         """`is_mixed` of every block."""
         return tuple(map(self.is_mixed, range(self.model.depth)))
+
+    @cached
+    def second(self) -> tuple[bool, ...]:
+        """Of every block, whether it is of the second kind. There are at most two kinds, which differ in `kinds`. Where
+        all are alike, it is whether they have experts."""
+        kinds = sorted(set(self.kinds))
+        assert len(kinds) <= 2, "no architecture has more of these facts than one"
+        return self.mixed if len(kinds) < 2 else tuple(kind == kinds[1] for kind in self.kinds)
+
+    @cached
+    def kinds(self) -> tuple[tuple[bool, bool, bool], ...]:
+        """Of every block, whether it has experts, sees whole sequences, and has no positions."""
+        rotates = self.model.rotates
+        return tuple((self.mixed[n], not self.window(n), not rotates(n)) for n in range(self.model.depth))
+
+    def window(self, number: int) -> int:
+        """The keys that a query sees in a block, if they are fewer than a sequence; 0: all."""
+        window = self.model.window(number)
+        return window if window < self.model.seq_len else 0
+
+    @cached
+    def narrow(self) -> int:
+        """The window of the blocks that have one; 0: none has."""
+        return max(map(self.window, range(self.model.depth)), default=0)
+
+    def words_of(self, number: int) -> str:
+        """A block in a few words."""
+        words = " with experts" * self.is_mixed(number) + " with a window" * (self.window(number) > 0)
+        return f"a block{words}" + " without positions" * (not self.model.rotates(number))
 
     @cached
     def count(self) -> int:
@@ -180,8 +225,10 @@ class Card(ABC):
 
     def attention_flops(self, number: int) -> float:
         """FLOPs per token, forward and backward, of scores and values in a block."""
-        model = self.model
-        return 6.0 * model.head_width * model.heads * model.seq_len * (1 if self.causal else 2)
+        model, T = self.model, self.model.seq_len
+        window = self.window(number) or T
+        keys = window - window**2 / (2 * T) if self.causal else T  # that a query sees, on average
+        return 12.0 * model.head_width * model.heads * keys
 
     def is_mixed(self, number: int) -> bool:
         """True if a block has experts."""
@@ -199,7 +246,8 @@ class Card(ABC):
 
     def work(self, s: Sizes, program: Program) -> Work:
         """All operations of the model on one rank. s: sizes of the card's model."""
-        blocks = ByKind(lambda kind: self.block_operations(s, program.of(kind[1]), kind[0]))
+        first = self.second.index
+        blocks = ByKind(lambda kind: self.block_operations(s, program.of(kind[1]), first(kind[0])))
         # Each sequence has as many rows of logits as predicted tokens. If sequences are cut, the rows are spread
         # unevenly; the average is used.
         rows = s.B * predicted(self.objective, s.model.seq_len) / s.cp
@@ -210,16 +258,24 @@ class Card(ABC):
             end = [*end, *(replace(op, name=f"{op.name} {depth}") for op in some)]
         return Work(blocks, begin, end)
 
-    def block_operations(self, s: Sizes, program: Program, mixed: bool = False) -> list[Operation]:
-        """Operations of one block, in forward order. mixed: True if the block has experts."""
-        attended = self.attention_operations(s, program)
-        mlp = work.mixture(s, program) if mixed else work.feed_forward(s, program, self.gated, self.biased)
+    def block_operations(self, s: Sizes, program: Program, number: int = 0) -> list[Operation]:
+        """Operations of a block, in forward order."""
+        attended = self.attention_operations(s, program, number)
+        mlp = self.feed_forward_operations(s, program, number)
+        if self.sandwich_norm:
+            return work.sandwich_block(s, program, attended, mlp)
         return work.block(s, program, attended, mlp, self.biased)
 
-    def attention_operations(self, s: Sizes, program: Program) -> list[Operation]:
+    def feed_forward_operations(self, s: Sizes, program: Program, number: int) -> list[Operation]:
+        if self.is_mixed(number):
+            return mixture(s, program)
+        return work.feed_forward(s, program, self.gated, self.biased)
+
+    def attention_operations(self, s: Sizes, program: Program, number: int) -> list[Operation]:
         """Operations of a block's attention."""
-        biased = self.biased or self.model.attention_bias
-        return work.attention(s, program, self.causal, self.rotary, biased)
+        biased = self.biased or self.qkv_biased or self.model.attention_bias
+        rotary = self.rotary and self.model.rotates(number)
+        return work.attention(s, program, self.causal, rotary, biased, self.window(number))
 
     def active(self, name: str, size: int) -> int:
         """Number of a parameter's elements that compute a token: for experts, those that the token is routed to."""
@@ -276,14 +332,20 @@ def count_parameters(model: ModelSection) -> int:
     return _resolved(model).count
 
 
-def flops_per_token(model: ModelSection, pairs: float = 1.0) -> float:
+def flops_per_token(model: ModelSection, pairs: Callable[[int], float] | None = None) -> float:
     """FLOPs of forward and backward on one token: 6 per weight in a matmul, plus 12 L D T for attention (half of it if
     causal); without recomputation (PaLM, arXiv 2204.02311, appendix B). Only weights that a token uses count: a masked
-    language model's head works on the masked tokens only, and a token goes to some of the routed experts. pairs: the
-    share of the pairs of tokens that attention sees, if a sequence holds several documents."""
+    language model's head works on the masked tokens only, and a token goes to some of the routed experts. pairs: if a
+    sequence holds several documents, the share of the pairs of tokens that attention sees within a window (0: none)."""
     card = _resolved(model)
     blocks, _, head = card.costs
-    hidden = (1 - pairs) * sum(map(card.attention_flops, range(card.model.depth))) if pairs < 1 else 0.0
+    if pairs is None:
+        return sum(blocks) + head
+    T, hidden, depth = card.model.seq_len, 0.0, card.model.depth
+    for window, count in Counter(map(card.window, range(depth))).items():
+        number = next(n for n in range(depth) if card.window(n) == window)
+        whole = (2 * T - window + 1) * window / (T * (T + 1)) if window else 1.0
+        hidden += count * card.attention_flops(number) * (1 - min(1.0, pairs(window) / whole))
     return sum(blocks) + head - hidden
 
 
@@ -306,6 +368,10 @@ def rms_norm(D: int) -> dict[str, Shape]:
     return {"weight": (D,)}
 
 
+def unit_rms_norm(D: int) -> dict[str, Shape]:
+    return {"delta": (D,)}
+
+
 def layer_norm(D: int) -> dict[str, Shape]:
     return {"weight": (D,), "bias": (D,)}
 
@@ -321,10 +387,10 @@ def block(
     return table
 
 
-def attention(model: ModelSection, bias: bool) -> dict[str, Shape]:
-    """Parameters of attention. Rows of `qkv`: query heads, key heads, value heads."""
+def attention(model: ModelSection, bias: bool, out_bias: bool = True) -> dict[str, Shape]:
+    """Parameters of attention. Rows of `qkv`: query heads, key heads, value heads. out_bias: of `out`, with `bias`."""
     D, d, H, K = model.dim, model.head_width, model.heads, model.kv_heads or model.heads
-    return linear("qkv", D, d * (H + 2 * K), bias) | linear("out", d * H, D, bias)
+    return linear("qkv", D, d * (H + 2 * K), bias) | linear("out", d * H, D, bias and out_bias)
 
 
 def ahead(D: int) -> dict[str, Shape]:

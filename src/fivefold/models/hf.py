@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -47,6 +47,8 @@ class Entry:
     """Rows of our weight for each of several tensors there."""
     transpose: bool = False
     """True if it is stored transposed there (the `Conv1D` of GPT-2)."""
+    order: tuple[int, ...] = ()
+    """Of each of our rows its number there, if rows stand in another order."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,30 @@ def held(state: Mapping[str, Tensor]) -> dict[str, Weight]:
 def same(ours: str, theirs: str, *kinds: str) -> list[Entry]:
     """Weights that differ in name only: `ours.kind` and `theirs.kind` for each kind (`weight`, `bias`)."""
     return [Entry(f"{ours}.{kind}", (f"{theirs}.{kind}",)) for kind in kinds or ("weight",)]
+
+
+def every_nth(which: Sequence[bool], key: str) -> int:
+    """The n of a pattern in which every n-th is True; 0: none is. Raises UserError: there is no such n."""
+    n = which.index(True) + 1 if True in which else 0
+    if list(which) != [n > 0 and (number + 1) % n == 0 for number in range(len(which))]:
+        raise UserError(
+            f"config.json: {key} has another pattern than one block in every n; only that is supported"
+        )
+    return n
+
+
+@lru_cache(maxsize=64)
+def rotary_order(heads: int, others: int, d: int, turned: int, interleaved: bool = False) -> tuple[int, ...]:
+    """`Entry.order` of queries and keys (so many `heads` of width d) and of `others`, which stay. Of a head, the first
+    `turned` features rotate there, in pairs (i, i + turned / 2), or (2 i, 2 i + 1) if interleaved; ours are pairs
+    (i, i + d / 2), of which the last ones do not."""
+    half, pairs = d // 2, turned // 2
+    first = [2 * i if interleaved else i for i in range(pairs)]
+    second = [2 * i + 1 if interleaved else i + pairs for i in range(pairs)]
+    still = list(range(turned, d))
+    one = [*first, *still[: half - pairs], *second, *still[half - pairs :]]
+    rows = [head * d + i for head in range(heads) for i in one]
+    return (*rows, *range(heads * d, (heads + others) * d))
 
 
 def experts(
@@ -131,16 +157,17 @@ def for_hf(state: Mapping[str, Weight], model: ModelSection) -> dict[str, Weight
     require_weights(state, model)
     theirs: dict[str, Weight] = {}
     for entry in _exchange_of(model).entries(model):
-        weight, start = state[entry.ours], 0
+        weight, start, order = state[entry.ours], 0, ()
         shape = weight.shape[::-1] if entry.transpose else weight.shape
         whole, rest = math.prod(shape[:-1] or shape), shape[-1:] if len(shape) > 1 else ()
+        if entry.order:
+            order = sorted(range(len(entry.order)), key=entry.order.__getitem__)
+            weight = replace(weight, read=partial(_reordered, weight, order))
         for name, rows in zip(entry.theirs, entry.rows or (whole,), strict=True):
             read = partial(_theirs, weight, entry.transpose, start, start + rows)
             theirs[name], start = Weight((rows, *rest), weight.dtype, read), start + rows
-    for name, original in _copies(
-        _exchange_of(model), model
-    ).items():  # files have no two names for one weight
-        weight = theirs[original]
+    for name, original in _copies(_exchange_of(model), model).items():
+        weight = theirs[original]  # files have no two names for one weight
         theirs[name] = replace(weight, read=lambda weight=weight: weight.read().clone())
     return theirs
 
@@ -222,19 +249,19 @@ def made_from_hf(state: Mapping[str, Weight], model: ModelSection) -> dict[str, 
             elif (dtype := dtypes[name]) is None or dtype != dtypes[entry.theirs[0]]:
                 allowed = f"{', '.join(NAMES)}, the same for {' and '.join(entry.theirs)}"
                 problems.append(f"weight {name} has dtype {_name(part.dtype)}; allowed: {allowed}")
-        read = partial(_ours, parts, expected, entry.transpose)
-        ours[entry.ours] = Weight(expected, parts[0].dtype, read)
+        ours[entry.ours] = Weight(expected, parts[0].dtype, partial(_ours, parts, expected, entry))
     _raise_all("the weights do not fit config.json", problems)
     return ours
 
 
-def _ours(parts: list[Weight], shape: Shape, transpose: bool, rows: tuple[int, int] | None = None) -> Tensor:
+def _ours(parts: list[Weight], shape: Shape, entry: Entry, rows: tuple[int, int] | None = None) -> Tensor:
     """Ours, or of a stack of several the `rows` of its first dim, from no more of their `parts` than needed."""
     import torch
 
-    if len(parts) == 1 or rows is None:
+    if len(parts) == 1 or entry.order or rows is None:
         tensor = torch.cat([part.read() for part in parts]) if len(parts) > 1 else parts[0].read()
-        tensor = tensor.t().contiguous() if transpose else tensor.view(shape)
+        tensor = tensor[list(entry.order)] if entry.order else tensor
+        tensor = tensor.t().contiguous() if entry.transpose else tensor.view(shape)
         return tensor if rows is None else tensor[slice(*rows)]
     each, at, found = math.prod(shape[1:-1]), 0, []
     start, stop = each * rows[0], each * rows[1]
@@ -244,6 +271,12 @@ def _ours(parts: list[Weight], shape: Shape, transpose: bool, rows: tuple[int, i
             found.append(part.read()[max(start - at, 0) : min(stop - at, count)])
         at += count
     return torch.cat(found).view(rows[1] - rows[0], *shape[1:])
+
+
+def _reordered(weight: Weight, order: list[int], rows: tuple[int, int] | None = None) -> Tensor:
+    """A weight with its rows in another order."""
+    tensor = weight.read()[order]
+    return tensor[slice(*rows)] if rows else tensor
 
 
 def _widened(weight: Weight, scale: Weight, dtype: torch.dtype) -> Tensor:
@@ -286,8 +319,7 @@ def from_hf_config(config: Mapping[str, Any], folder: Path | None = None) -> Mod
     kind = config.get("model_type")
     kinds: dict[str, str] = {}
     for arch in ARCHITECTURES:
-        exchange = file_of(arch, "hf")
-        kinds |= dict.fromkeys((exchange.MODEL_TYPE, *getattr(exchange, "ALSO", ())), arch)
+        kinds[file_of(arch, "hf").MODEL_TYPE] = arch
     if not isinstance(kind, str) or kind not in kinds:
         near = _nearest(config, _weight_names(folder) if folder else set())
         raise UserError(

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.kernels import cross_entropy, elementwise, matmul, native
-from fivefold.kernels.blockwise_attention import PLAIN, Documents, Scores, attention, heads_of, qkv_attention
+from fivefold.kernels.blockwise_attention import PLAIN, Documents, Scores, attention, heads_of
+from fivefold.kernels.fused_attention import fused_attention
 from fivefold.kernels.gpu import registry
 from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.models.section import ModelSection
@@ -58,6 +59,19 @@ class RMSNorm(nn.Module):
         return elementwise.norm(x, self.weight, None, self.eps)
 
 
+class UnitRMSNorm(RMSNorm):
+    """x / rms(x) * (1 + delta), as in Gemma. Its parameter starts at 0."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        nn.Module.__init__(self)
+        self.eps = eps
+        self.delta = nn.Parameter(torch.zeros(dim))
+
+    @property
+    def weight(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return 1 + self.delta
+
+
 class LayerNorm(nn.LayerNorm):
     """`torch.nn.LayerNorm` (same parameters, same names), in fp32 inside (arXiv 1607.06450)."""
 
@@ -82,6 +96,10 @@ class AddNorm(nn.Module):
 
 
 class AddRMSNorm(AddNorm, RMSNorm):  # pyright: ignore[reportIncompatibleMethodOverride]
+    pass
+
+
+class AddUnitRMSNorm(AddNorm, UnitRMSNorm):  # pyright: ignore[reportIncompatibleMethodOverride]
     pass
 
 
@@ -141,7 +159,7 @@ class AttentionCore(nn.Module):
         documents: Documents | None = None,
         scores: Scores = PLAIN,
     ) -> Tensor:
-        return qkv_attention(
+        return fused_attention(
             qkv, self.heads, self.kv_heads, cos_Td, sin_Td, self.causal, self.recompute, documents, scores
         )
 
@@ -223,6 +241,8 @@ def rope_frequencies(model: ModelSection, device: torch.device, width: int = 0) 
     frequencies = 1.0 / theta**exponents
     if model.rope_factor == 1:
         return frequencies
+    if model.rope_scaling == "linear":
+        return frequencies / model.rope_factor
     if model.rope_scaling == "llama3":
         kept = (frequencies * old - model.rope_low) / (model.rope_high - model.rope_low)
     else:  # the pair with n turns has the number d/2 x log_theta(old / n); limits are whole numbers
@@ -252,16 +272,21 @@ def cached_attention(
 
 
 class Attention(Sublayer):
-    """Self-attention. Rows of `qkv.weight`: H query heads, then K key heads, then K value heads."""
+    """Self-attention. Rows of `qkv.weight`: H query heads, then K key heads, then K value heads. number: of the block,
+    which says what its queries see and how they rotate. biased: it has biases, whatever the model says; out_biased: and
+    so has `out`, if there are any."""
 
     entry = "qkv"
+    biased, out_biased = False, True
 
-    def __init__(self, model: ModelSection, bias: bool, causal: bool = True) -> None:
+    def __init__(self, model: ModelSection, bias: bool, number: int = 0, causal: bool = True) -> None:
         super().__init__()
+        self.window, self.rotates = model.window(number), model.rotates(number)
         heads, kv_heads, d = model.heads, model.kv_heads or model.heads, model.head_width
+        bias = bias or self.biased
         self.qkv = Linear(model.dim, (heads + 2 * kv_heads) * d, bias=bias)
         self.core = AttentionCore(heads, kv_heads, causal)
-        self.out = Linear(heads * d, model.dim, bias=bias)
+        self.out = Linear(heads * d, model.dim, bias=bias and self.out_biased)
 
     def forward(
         self,
@@ -270,18 +295,33 @@ class Attention(Sublayer):
         cache: LayerCache | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """tables: cosine and sine of the rotary angles (T, d/2), or nothing."""
+        """tables: cosine and sine of the rotary angles (T, d/2), or nothing; then those of blocks with a window, if
+        these have their own."""
         qkv = self.qkv(x_BTD)  # (B, T, (H + 2K) d)
         if cache is None:
             return self.finish(qkv, *tables, documents=documents)
-        cos, sin = tables or (None, None)
+        cos, sin = self.angles(tables) or (None, None)
         return self.out(
-            cached_attention(self.prepare(qkv), self.core.heads, self.core.kv_heads, cos, sin, cache)
+            cached_attention(
+                self.prepare(qkv), self.core.heads, self.core.kv_heads, cos, sin, cache, self.scores
+            )
         )
+
+    @property
+    def scores(self) -> Scores:
+        """What the block changes about scores."""
+        return Scores(self.window)
 
     def finish(self, product: Tensor, *tables: Tensor, documents: Documents | None = None) -> Tensor:
         """Queries, keys and values (B, T, (H + 2K) d) -> (B, T, D)."""
-        return self.out(self.core(self.prepare(product), *tables, documents=documents))
+        angles = self.angles(tables)
+        return self.out(self.core(self.prepare(product), *angles, documents=documents, scores=self.scores))
+
+    def angles(self, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The tables by which this block rotates."""
+        if not self.rotates:
+            return ()
+        return tables[2:] if self.window and len(tables) > 2 else tables[:2]
 
     def prepare(self, qkv: Tensor) -> Tensor:
         """Changes queries and keys before attention, such as by a norm of each head."""
@@ -289,9 +329,11 @@ class Attention(Sublayer):
 
 
 class SwiGLU(Sublayer):
-    """down(silu(gate(x)) * up(x)) (arXiv 2002.05202). Rows of `gate_up.weight`: F of the gate, then F of up."""
+    """down(silu(gate(x)) * up(x)) (arXiv 2002.05202). Rows of `gate_up.weight`: F of the gate, then F of up. geglu: the
+    gate is GELU, by its tanh form."""
 
     entry = "gate_up"
+    geglu = False
 
     def __init__(self, dim: int, width: int) -> None:
         super().__init__()
@@ -303,7 +345,7 @@ class SwiGLU(Sublayer):
 
     def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
         """Gate and up (B, T, 2F) -> (B, T, D)."""
-        return self.down(elementwise.swiglu(product))
+        return self.down(elementwise.geglu(product) if self.geglu else elementwise.swiglu(product))
 
 
 class GELU(Sublayer):

@@ -35,7 +35,8 @@ Rate = Literal["copy", "embedding", "norm", "gate", "gelu", "loss"]
 Library = Literal["flash", "cudnn"]
 """Of fused attention: FlashAttention-2, or cuDNN's, which is faster on Hopper."""
 Kind = tuple[bool, bool]
-"""Of a block: whether it has experts, and whether it is eager: not compiled, by a program that compiles others."""
+"""Of a block: whether it is of the second kind (`Card.second`), and whether it is eager: not compiled, by a program
+that compiles others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +81,9 @@ class Matmul:
 @dataclass(frozen=True, slots=True)
 class Message:
     """A collective on an axis. size: bytes of the larger of input and output. "ring": keys and values that travel round
-    a ring; `size` is for all of them going all the way. hidden: it overlaps with the operation. calls: number of calls
-    it is cut into. chunked: each overlaps with other chunks (schedules/chunks.py): of a product; "rows": to experts, of
-    their work; "results": of these, on the way back."""
+    a ring; `size` is for whole ones in each of its messages. reach: see `ring_attention.turns`. hidden: it overlaps
+    with the operation. calls: number of calls it is cut into. chunked: each overlaps with other chunks
+    (schedules/chunks.py): of a product; "rows": to experts, of their work; "results": of these, on the way back."""
 
     what: What | Literal["ring"]
     axis: str
@@ -90,6 +91,7 @@ class Message:
     hidden: bool = False
     calls: int = 1
     chunked: Literal["", "product", "rows", "results"] = ""
+    reach: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ class Operation:
     and gate; "" is any other; "never": backward does not need it. workspace: bytes that its backward (for the loss: its
     forward) holds besides saved tensors. random: numbers drawn in forward, for dropout. rate: the measured operation
     whose element-wise work it resembles. beside: the operations that hide its hidden messages; none: itself. behind:
-    those that do behind them, in chunks.
+    those that do behind them, in chunks. tokens: of the sequences that fused attention goes over; None: they are whole.
     """
 
     name: str
@@ -120,6 +122,7 @@ class Operation:
     rate: Rate = "copy"
     beside: tuple[Operation, ...] = ()
     behind: tuple[Operation, ...] = ()
+    tokens: float | None = None
 
 
 Sent = tuple[Message, ...]
@@ -218,9 +221,9 @@ WHOLE_SEQUENCES = Seen()
 class Sizes:
     """A model's share on one rank for one microbatch of B sequences. load: rows of this rank's experts relative to an
     even split. chunks: of these rows, whose messages overlap. narrow: bytes per element of a factor that is rounded for
-    a matmul; 0: none is. seen: by attention, of sequences with several documents. tp_chunks: of the tokens, in
-    linear layers with sp. dispatched: bytes of a row of D features on its way to experts; 0: D e. way: of the program,
-    to send between tensor-parallel ranks."""
+    a matmul; 0: none is. seen: by attention, of sequences with several documents; near: within a window. tp_chunks: of
+    the tokens, in linear layers with sp. dispatched: bytes of a row of D features on its way to experts; 0: D e. way:
+    of the program, to send between tensor-parallel ranks."""
 
     model: ModelSection
     B: int
@@ -235,6 +238,7 @@ class Sizes:
     chunks: int = 1
     narrow: float = 0.0
     seen: Seen = WHOLE_SEQUENCES
+    near: Seen = WHOLE_SEQUENCES
     tp_chunks: int = 1
     dispatched: float = 0.0
     way: TensorWay = OWN_WAY

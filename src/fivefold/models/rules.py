@@ -51,6 +51,14 @@ def model_rules(model: ModelSection, tp: int = 1) -> Iterator[Contradiction]:
     for name, fact in FACTS.items():
         if not getattr(card, fact) and getattr(model, name) != getattr(PLAIN, name):
             yield {f"model.{name}", "model.arch"}, f"model.{name}: {lacks(model, fact)}"
+    yield from rotary_rules(model)
+    if card.multi_token:
+        yield from _multi_token(model)
+    yield from card.rules()
+
+
+def rotary_rules(model: ModelSection) -> Iterator[Contradiction]:
+    """Rules between the fields of rotary positions and windows."""
     for name in ("rope_scaling", "rope_low", "rope_high", "rope_context", "rope_mscale"):
         if model.rope_factor == 1 and getattr(model, name) != getattr(PLAIN, name):
             yield (
@@ -68,9 +76,19 @@ def model_rules(model: ModelSection, tp: int = 1) -> Iterator[Contradiction]:
             {"model.rope_mscale", "model.rope_scaling"},
             f'model.rope_mscale = {model.rope_mscale} needs model.rope_scaling = "yarn", not "{model.rope_scaling}"',
         )
-    if card.multi_token:
-        yield from _multi_token(model)
-    yield from card.rules()
+    if model.rotary_dim and (model.rotary_dim % 2 or model.rotary_dim > model.head_width):
+        yield (
+            {"model.rotary_dim"},
+            f"model.rotary_dim = {model.rotary_dim} must be even and at most the width of a head, {model.head_width}. "
+            f"Nearest valid: {max(2, min(model.rotary_dim, model.head_width) // 2 * 2)}",
+        )
+    for name in ("full_every", "rope_local_theta"):
+        if (value := getattr(model, name)) and not model.sliding_window:
+            yield (
+                {f"model.{name}", "model.sliding_window"},
+                f"model.{name} = {value:g} has no effect: without model.sliding_window all blocks see whole sequences. "
+                f"Nearest valid: leave {name} out",
+            )
 
 
 def _multi_token(model: ModelSection) -> Iterator[Contradiction]:
@@ -90,6 +108,10 @@ def _multi_token(model: ModelSection) -> Iterator[Contradiction]:
 
 
 WORDS = {
+    "local_rotation": "rotary positions of their own in windows",
+    "unrotated": "blocks without positions",
+    "partly_rotated": "heads that rotate in part",
+    "windows": "sliding windows",
     "rotary": "rotary positions",
     "has_experts": "experts",
     "free_heads": "heads of their own width",

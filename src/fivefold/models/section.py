@@ -97,10 +97,10 @@ class ModelSection(Section):
     rope_factor: float = _of("rotary", 1.0, ge=1)
     """Scaling of rotary positions for long contexts: wavelengths of more than `rope_context / rope_low` tokens are
     stretched by this factor, those of less than `rope_context / rope_high` are not, those between in part. 1: none."""
-    rope_scaling: Literal["llama3", "yarn"] = _of("rotary", "llama3")
+    rope_scaling: Literal["llama3", "yarn", "linear"] = _of("rotary", "llama3")
     """Only with `rope_factor`. Share of the wavelengths between the two limits: linear in the turns within the context
     (`llama3`, arXiv 2407.21783), or in the number of the rotated pair (`yarn`, arXiv 2309.00071; there `rope_high` is
-    usually 32)."""
+    usually 32). `linear`: all are stretched (arXiv 2306.15595)."""
     rope_mscale: float = _of("rotary", 1.0, ge=0)
     """Only with `rope_scaling = "yarn"`, which multiplies attention's scores by (1 + 0.1 `rope_mscale`
     ln(`rope_factor`)) squared."""
@@ -110,6 +110,18 @@ class ModelSection(Section):
     """Only with `rope_factor`. Above `rope_low`."""
     rope_context: int = _of("rotary", 8192, ge=1, le=LONGEST)
     """Tokens of the context before it was stretched. Only with `rope_factor`."""
+    sliding_window: int = _of("windows", 0, ge=0, le=LONGEST)
+    """Keys that a query sees, its own the last of them, in blocks with a sliding window (arXiv 2004.05150, 2310.06825).
+    0: all earlier ones."""
+    full_every: int = _of("windows", 0, ge=0, le=MOST_LAYERS)
+    """Every so many blocks one sees the whole sequence, the last of them (Gemma 3: 6, OLMo 3: 4, gpt-oss: 2). 0: all
+    blocks have the window. Only with `sliding_window`."""
+    rope_local_theta: float = _of("local_rotation", 0.0, ge=0)
+    """Base in blocks with a sliding window, which scaling leaves alone (Gemma 3: 10000). 0: as in the others."""
+    no_rope_every: int = _of("unrotated", 0, ge=0, le=MOST_LAYERS)
+    """Every so many blocks one has no positions, the last of them (SmolLM3: 4; NoPE, arXiv 2305.19466). 0: none."""
+    rotary_dim: int | None = _of("partly_rotated", None, ge=2, le=WIDEST)
+    """Features of a query head that rotary positions turn, the first ones. Unset: all."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of dropout on embeddings, attention outputs and feed-forward outputs."""
     freeze: str = ""
@@ -174,10 +186,26 @@ class ModelSection(Section):
             return self.nope_dim + self.rope_dim
         return self.head_dim or self.dim // self.heads
 
+    def window(self, number: int) -> int:
+        """The keys that a query sees in a block; 0: all."""
+        full = self.full_every and (number + 1) % self.full_every == 0
+        return 0 if full else self.sliding_window
+
+    def rotates(self, number: int) -> bool:
+        """True if a block has rotary positions, in models that have them."""
+        return not self.no_rope_every or (number + 1) % self.no_rope_every > 0
+
+    @property
+    def local(self) -> ModelSection | None:
+        """The model as blocks with a window rotate; None: as the others."""
+        if not self.rope_local_theta:
+            return None
+        return self.model_copy(update={"rope_theta": self.rope_local_theta, "rope_factor": 1.0})
+
     @property
     def rotary_width(self) -> int:
         """Features of a query head that rotary positions turn."""
-        return self.rope_dim or self.head_width
+        return self.rope_dim or self.rotary_dim or self.head_width
 
     @property
     def rope_amplitude(self) -> float:

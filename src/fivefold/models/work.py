@@ -9,11 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fivefold.kernels import sizes
-from fivefold.models.operations import Matmul, Message, Operation, Part, Program, Role, Saved, Sizes, travel
-from fivefold.models.section import expert_capacity
-from fivefold.sharding.sequence import some_queries
+from fivefold.models.operations import Matmul, Message, Operation, Part, Program, Role, Saved, Sizes
+from fivefold.schedules import ring_attention
+from fivefold.sharding.sequence import RING, some_queries
 from fivefold.sharding.units import (
-    COUNTS,
     HEADS,
     KEYS,
     LOSS_STATISTICS,
@@ -21,7 +20,6 @@ from fivefold.sharding.units import (
     SUM,
     TARGETS,
     Collective,
-    loads,
 )
 
 ENTRIES = ("qkv", "up")
@@ -30,6 +28,11 @@ IN_FP32 = 2 * 4
 """Bytes per element that an eager RMSNorm keeps instead of its input: that and the normed one, in fp32."""
 ROTATED = 12
 """Passes over memory of an eager rotation, in its input's dtype: each copy, product and sum in fp32 is one."""
+
+
+EAGER_SCORES = (8, 14)
+"""Passes over scores in fp32, forward and backward, of attention by tiles where no kernel joins them: a window in a
+ring on GPUs (kernels/partial_attention.py)."""
 
 
 def block(
@@ -65,6 +68,28 @@ def post_norm_block(
         *mlp[1:-1],
         replace(mlp[-1], part="gate" if program.joined else mlp[-1].part),
         norm("norm2", s, program, "fed" if program.joined else "stream"),
+        add("add2", s, program, mask),
+    ]
+
+
+def sandwich_block(
+    s: Sizes, program: Program, attended: list[Operation], mlp: list[Operation]
+) -> list[Operation]:
+    """A block with norms of the sublayers' inputs and of their outputs."""
+    mask = dropout_mask(s, program)
+    behind, fed = ("attended", "fed") if program.joined else ("stream", "stream")
+    second = norm("norm2", s, program, "stream", mlp[0])
+    if program.joined:  # its input is made again from the block's, and attention's
+        second = replace(second, saved=second.saved[1:])
+    return [
+        norm("norm1", s, program, "input", attended[0]),
+        *attended,
+        norm("norm1 after", s, program, behind),
+        add("add1", s, program, mask),
+        second,
+        *mlp[:-1],
+        replace(mlp[-1], part="gate" if program.joined else mlp[-1].part),
+        norm("norm2 after", s, program, fed),
         add("add2", s, program, mask),
     ]
 
@@ -184,13 +209,15 @@ def add(name: str, s: Sizes, program: Program, mask: float) -> Operation:
     return Operation(name, None, 0.0, forward, backward, 1, saved=saved, random=mask, rate="norm")
 
 
-def attention(s: Sizes, program: Program, causal: bool, rotary: bool, biased: bool) -> list[Operation]:
-    """Attention with one matmul for queries, keys and values."""
+def attention(
+    s: Sizes, program: Program, causal: bool, rotary: bool, biased: bool, window: int = 0
+) -> list[Operation]:
+    """Attention with one matmul for queries, keys and values. window: keys that a query sees; 0: all."""
     kept = Saved("qkv", s.N * s.qkv * s.e, "copied" if program.attention == "blocks" else "product")
     output = Saved("attention output", s.N * s.q * s.e, "inner")
     return [
         region_first("qkv", s, program, s.qkv, None, biased, (kept,), projections=3),
-        *core(s, program, causal, rotary, s.q),
+        *core(s, program, causal, rotary, s.q, window),
         region_last(
             "attention out", s, program, s.q, "inner" if program.joined else "out", biased, (output,)
         ),
@@ -251,15 +278,16 @@ def region_last(
     return s.by_chunk(op, program, ordered)
 
 
-def core(s: Sizes, program: Program, causal: bool, rotary: bool, value: float) -> list[Operation]:
+def core(
+    s: Sizes, program: Program, causal: bool, rotary: bool, value: float, window: int = 0
+) -> list[Operation]:
     """Attention between its projections. value: features of the value heads on this rank, for all query heads; fewer
-    than those of queries if value heads are narrower and the program does not pad them."""
+    than those of queries if value heads are narrower and the program does not pad them. window: as in `attention`."""
     e, N, T, q = s.e, s.N, s.model.seq_len, s.q
     qkv = q + (s.qkv - q) / 2 * (1 + value / q)
     share = 0.5 if causal else 1.0  # of the scores that the mask does not hide
-    ring = N * (qkv - q) * e * (s.cp - 1)
-    forward: tuple[Message, ...] = (Message("ring", "cp", ring, hidden=True),) if s.cp > 1 else ()
-    backward: tuple[Message, ...] = (Message("ring", "cp", 2 * ring, hidden=True),) if s.cp > 1 else ()
+    seen = s.near if window else s.seen
+    forward, backward = (_ring(s, N * (qkv - q) * e, causal, way, window) for way in (False, True))
     if s.cp > 1 and s.cp_method == "ulysses":  # tokens are exchanged for heads, and back
         (there, there_back), (home, home_back) = (s.sends(HEADS, N * x) for x in (qkv, value))
         forward, backward = (*there, *home), (*there_back, *home_back)
@@ -270,10 +298,13 @@ def core(s: Sizes, program: Program, causal: bool, rotary: bool, value: float) -
     turned *= 1.0 if program.fused else ROTATED if program.eager else 3.0
     if program.attention == "plain":
         return _plain_attention(s, program, share)
-    queries, keys = (2 * N * e * tokens for tokens in s.seen.copied)
+    queries, keys = (2 * N * e * tokens for tokens in seen.copied)
     copied = queries * q + keys * (qkv - q)
     copied_again = copied + 2 * queries * value  # with the output and its gradient
-    saved, besides = _kept_by_attention(s, program, share)
+    if window and s.cp > 1 and s.cp_method == RING and program.attention == "flash":
+        scores = 4 * N * T * share * seen.share * s.model.heads / s.tp  # bytes in fp32
+        copied, copied_again = copied + EAGER_SCORES[0] * scores, copied_again + EAGER_SCORES[1] * scores
+    saved, besides = _kept_by_attention(s, program, share, window)
     if s.cp > 1 and s.cp_method == "ulysses" and program.compiles:  # ours, on GPUs
         saved = (*saved, Saved("attention output before its exchange", N * value * e, "inner"))
     if s.cp > 1 and s.cp_method == "all_gather":
@@ -281,7 +312,7 @@ def core(s: Sizes, program: Program, causal: bool, rotary: bool, value: float) -
     return [
         Operation(
             "attention",
-            attention=2.0 * N * T * (q + value) * share * s.seen.share,
+            attention=2.0 * N * T * (q + value) * share * seen.share,
             forward=turned + copied,
             backward=turned + copied_again,
             kernels=1 if not rotary or program.fused else 20 if program.eager else 5,
@@ -290,8 +321,18 @@ def core(s: Sizes, program: Program, causal: bool, rotary: bool, value: float) -
             saved=saved,
             part="core",
             workspace=N * (qkv + value) * e + besides,
+            tokens=seen.tokens,
         )
     ]
+
+
+def _ring(s: Sizes, keys: float, causal: bool, backward: bool, window: int) -> tuple[Message, ...]:
+    """The message of ring attention. keys: bytes of a rank's keys and values."""
+    if s.cp == 1:
+        return ()
+    reach = ring_attention.reach_of(s.cp, s.model.seq_len, window)
+    turns = len(ring_attention.slowest(s.cp, causal, backward, reach))
+    return (Message("ring", "cp", keys * turns, hidden=True, reach=reach),) if turns else ()
 
 
 def query_key_norms(
@@ -324,7 +365,9 @@ def query_key_norms(
     return [attended[0], norms, *attended[1:]]
 
 
-def _kept_by_attention(s: Sizes, program: Program, causal: float) -> tuple[tuple[Saved, ...], float]:
+def _kept_by_attention(
+    s: Sizes, program: Program, causal: float, window: int
+) -> tuple[tuple[Saved, ...], float]:
     """(tensors that fused attention keeps besides its output, bytes that its backward holds besides gradients).
     Attention by blocks multiplies some queries at a time with all keys they see (kernels/blockwise_attention.py). It
     keeps queries, keys and values in the order of heads, and up to KEEP tokens the probabilities. Ranks with some
@@ -334,7 +377,7 @@ def _kept_by_attention(s: Sizes, program: Program, causal: float) -> tuple[tuple
     statistics = Saved("log-sum-exp", s.N * H * 4, "inner")
     if program.attention == "flash":
         return (statistics,), 0.0
-    blocks = sizes.query_blocks(T // s.cp if some else T, causal < 1, int(s.e))
+    blocks = sizes.query_blocks(T // s.cp if some else T, causal < 1, int(s.e), window)
     each = s.B * H / (1 if some else s.cp) * s.e  # bytes of a query's probability of one key, over heads
     largest = each * max((stop - start) * seen for start, stop, seen in blocks)
     copies = Saved("queries, keys, values", s.N * s.qkv * s.e, "inner")
@@ -402,95 +445,3 @@ def activation(
     kind, moved = "gate" if gated else "gelu", (forward * size, backward * size)
     name, saved = f"{prefix}{kind}", tuple(kept)
     return Operation(name, None, 0.0, *moved, kernels, (), (), saved, "gate", workspace, rate=kind)
-
-
-def mixture(s: Sizes, program: Program) -> list[Operation]:
-    """The routed feed-forward: tokens go to their experts and come back. A rank sends the tokens that it has outside
-    tensor-parallel regions. Tensor-parallel ranks with the same tokens have some features of every expert. The order is
-    that of `models.mixture.Mixture`, and in backward its reverse."""
-    model, D, e, N = s.model, s.model.dim, s.e, s.n
-    E, k, F = model.experts or 1, model.experts_per_token or 1, model.expert_ffn_dim or model.ffn_dim or 0
-    summed = () if s.sp else s.sum()
-    weights = (replace(summed[0], size=N * k * 4),) if summed else ()  # the gradient of the router's weights
-    F /= 1 if s.sp else s.tp
-    if program.compiles and model.capacity_factor:  # every expert has as many rows as it may
-        k = E * expert_capacity(model.capacity_factor, N, k, E) / N
-    routed, received, here = N * k, N * k * (s.load if s.ep > 1 else 1.0), E / s.ep
-    order = 2 * received * D * e if s.ep > 1 else 0.0  # rows arrive by rank; they are put in order, and back
-    alone = program.compiles and not model.shared_experts  # then nothing keeps the input itself
-    wide = N * D * (4 - e if alone else 4 * (e != 4))
-    # all of a token, the k largest by weight, number and row; and the router's weight in fp32
-    scores = (N * (4 * E + 30 * k) + 4 * E * D) * program.compiles
-    kept = Saved("router input in fp32", wide, "normed"), Saved("scores", scores, "stream")
-    moved = 8 * N * E * 4
-    router = Operation("router", Matmul(N, E, D, sensitive=True), 0.0, moved, moved, 8, saved=kept)
-    experts = _swiglu("experts", received, F, s, program, here, s.chunks)
-    shared = _swiglu("shared", N, model.shared_experts * F, s, program) if model.shared_experts else []
-    role: Role = "fed" if program.joined else "stream"
-    combine = Operation(
-        "combine",
-        forward=3 * routed * D * e + order,
-        backward=3 * routed * D * e + order,
-        kernels=4,
-        saved=() if program.early_weights else (Saved("experts' output", routed * D * e, role),),
-    )
-    hides, crossing = tuple(shared) if program.rows_beside else (), 1.0
-    if program.once_per_node and model.expert_groups > 1:
-        crossing = min(k, model.groups_per_token) / k
-    sent = s.rows_sent(crossing * max(routed, received))
-    waits, combine = travel(*sent, hides, tuple(experts), s.chunks, combine)
-    ops = [
-        router,
-        Operation(
-            "dispatch",
-            forward=2 * routed * D * e + order,
-            backward=2 * routed * D * e + order,
-            kernels=4,
-            sent_forward=s.sends(COUNTS, s.chunks * E)[0],
-            sent_backward=(*summed, *weights),
-            saved=(Saved("routed", received * D * s.kept(program.narrow_factors), "stream"),),
-        ),
-        *shared,
-        *waits,
-        *experts,
-        combine,
-    ]
-    learns = (model.balance == "aux" and model.aux_loss_weight > 0) or model.z_loss_weight > 0
-    sums = [Operation("experts' sum", kernels=0, sent_forward=summed)] if summed else []
-    # The counts of each expert in a microbatch, over ranks that have parts of a sequence, for the balance term.
-    each = model.balance_scope == "microbatch"
-    total = tuple(m for load in loads(s.sp) for m in s.sends(load, E)[0] if each)
-    sums += [Operation("balance", kernels=0, sent_forward=total)] if total else []
-    # Only if the router's own loss terms have a gradient does recomputation get this far.
-    return [*ops, *(replace(op, part="" if learns else "never") for op in sums)]
-
-
-def _swiglu(
-    name: str, rows: float, F: float, s: Sizes, program: Program, count: float = 1, chunks: int = 1
-) -> list[Operation]:
-    """A SwiGLU with F features on this rank, or `count` of them that share the rows. chunks: of the rows; each has a
-    gradient of the weights, which is added to that of the others."""
-    D, e = s.model.dim, s.e
-    added = 3 * (chunks - 1) * count * D * F * e
-    each, count, grouped = rows / count / chunks, count * chunks, name == "experts"
-    return [
-        Operation(
-            f"{name} up",
-            Matmul(each, 2 * F, D, count, grouped=grouped),
-            backward=2 * added,
-            saved=(Saved(f"{name} up", rows * 2 * F * s.kept(program.narrow_gates), "product"),),
-        ),
-        activation(
-            f"{name} ",
-            program,
-            rows * F * e,
-            2 * rows / chunks * F * e,
-            part=s.kept(program.narrow_factors) / e,
-        ),
-        Operation(
-            f"{name} down",
-            Matmul(each, D, F, count, grouped=grouped),
-            backward=added,
-            part="gate" if program.joined and grouped else "",  # see "fed" in `Saved`
-        ),
-    ]

@@ -33,13 +33,21 @@ from torch.autograd.function import once_differentiable
 from torch.library import custom_op
 
 from fivefold.comm import Axis, Started
-from fivefold.kernels.blockwise_attention import PLAIN, Documents, Scores, Shared, numbered, qkv_attention
+from fivefold.kernels.blockwise_attention import (
+    NO_CAP,
+    PLAIN,
+    Documents,
+    Scores,
+    Shared,
+    has_flash,
+    numbered,
+)
+from fivefold.kernels.fused_attention import Sees, attended, fused_attention, of_output
 from fivefold.kernels.partial_attention import (
     Queries,
     attend,
     attend_backward,
     merge,
-    queries,
     split_heads,
     split_heads_backward,
 )
@@ -49,10 +57,10 @@ from fivefold.parallel import operators
 from fivefold.parallel.autograd import sent
 from fivefold.parallel.mesh import Mesh
 from fivefold.schedules.collectives.collective import joined
-from fivefold.schedules.ring_attention import Turn, turns
+from fivefold.schedules.ring_attention import Turn, reach_of, turns
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import Columns
-from fivefold.sharding.sequence import ring_columns, token_spans
+from fivefold.sharding.sequence import gathered_keys, ring_columns, token_spans
 from fivefold.sharding.units import HEADS, KEYS, TARGETS
 
 
@@ -95,21 +103,27 @@ class CountedLoss(Output):
         return found * (count * self.axis.size / total.clamp(min=1))
 
 
-def ring_turns(axis: Axis, kv: Tensor, causal: bool) -> Iterator[tuple[Turn, Tensor]]:
+def ring_turns(
+    axis: Axis, kv: Tensor, causal: bool, reach: int | None = None
+) -> Iterator[tuple[Turn, Tensor]]:
     """Yields each turn of this rank with the keys and values present: (2, B, K, S, d). The next ones arrive while the
-    caller computes. All ranks of the ring must iterate to the end."""
+    caller computes. All ranks of the ring must iterate to the end. reach: see `turns`."""
     parts, t, d = kv.shape[:3], kv.shape[3], kv.shape[4]
-    for turn in turns(axis.size, axis.index, causal):
-        arriving, started = kv, None
-        if turn.sends:
-            leaving = kv[:, :, :, : int(t * turn.sends)].contiguous()
-            arriving = kv.new_empty(*parts, int(t * turn.receives), d)
-            before, behind = (axis.index - 1) % axis.size, (axis.index + 1) % axis.size
-            started = axis.start_exchange(leaving, before, arriving, behind)
+    own = kv
+    for turn in turns(axis.size, axis.index, causal, reach):
+        arriving = kv.new_empty(*parts, int(t * turn.receives), d)
+        leaving = (own if turn.direct else kv)[:, :, :, : int(t * turn.sends)].contiguous()
+        started = _exchange(axis, leaving, turn.to, arriving, turn.source)
         yield turn, kv
         if started is not None:
             started()
         kv = arriving
+
+
+def _exchange(axis: Axis, leaving: Tensor, to: int, arriving: Tensor, source: int) -> Started | None:
+    """Starts to send and to receive, each unless it has no elements. Returns `arriving` if something arrives."""
+    sends, receives = [(leaving, to)] * (leaving.numel() > 0), [(arriving, source)] * (arriving.numel() > 0)
+    return axis.start_moves(sends, receives) if sends or receives else None
 
 
 def _some_late(axis: Axis, causal: bool) -> bool:
@@ -129,7 +143,7 @@ class ContextAttention(AttentionCore):
 class OverRanks(ContextAttention, ABC):
     """Attends with all heads of this rank's tokens. Inside compiled code that is one operator, with all its messages.
 
-    q (B, H, t, d), kv (2, B, K, t, d), contiguous; out and its gradient (B, t, H d); lse (B, H, t) fp32.
+    Methods are those of a core (`OneRank`); tensors are contiguous.
     """
 
     registered: tuple[OverRanks, ...] = ()
@@ -143,57 +157,32 @@ class OverRanks(ContextAttention, ABC):
         documents: Documents | None = None,
         scores: Scores = PLAIN,
     ) -> Tensor:
-        scores.refuse(f"layout.cp_method = {self.layout.cp_method}; ulysses has it")
-        return _OverRanks.apply(qkv, cos_Td, sin_Td, self, documents)
+        if has_flash(qkv, qkv.shape[2] // (self.heads + 2 * self.kv_heads)):
+            scores.refuse(NO_CAP, ["soft_cap"])
+        return attended(qkv, cos_Td, sin_Td, self, Sees(documents, scores))
 
-    @abstractmethod
-    def attend(self, q: Tensor, kv: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor]:
+    def attended(self, q: Tensor, kv: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
         """Returns (out, lse). All ranks call it."""
+        if not torch.compiler.is_compiling():
+            return self.attend(q, kv, sees)
+        number = None if sees.documents is None else sees.documents.number
+        return _attend(q, kv, number, self.key, *sees.scores[:2])
 
-    @abstractmethod
-    def gradients(self, rows: Queries, kv: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor]:
-        """Returns those of q and of kv, the sums of all ranks."""
-
-    def backward(
-        self, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dout: Tensor, documents: Documents | None
-    ) -> tuple[Tensor, Tensor]:
-        """`gradients` of these, contiguous and in their dtype."""
-        out, dout = (x.unflatten(2, (q.shape[1], -1)).transpose(1, 2).contiguous() for x in (out, dout))
-        dq, dkv = self.gradients(queries(q, dout, out, lse), kv, documents)
+    def backward(self, kept: Sequence[Any], dout: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+        """`gradients` of what `attended` kept, contiguous and in its dtype."""
+        (q, kv, out, lse, number) = kept
+        if torch.compiler.is_compiling():
+            return _attend_backward(q, kv, out, lse, dout, number, self.key, *sees.scores[:2])
+        dq, dkv = self.gradients(of_output(q, kv, out, lse, dout), kv, sees)
         return dq.to(q.dtype).contiguous(), dkv.to(q.dtype).contiguous()
 
+    @abstractmethod
+    def attend(self, q: Tensor, kv: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+        """`attended`, outside of compiled code. scores: window and cap."""
 
-class _OverRanks(Function):
-    """Only this rank's keys and values are kept."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        qkv: Tensor,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        core: OverRanks,
-        documents: Documents | None,
-    ):
-        q, kv = split_heads(qkv, core.heads, core.kv_heads, cos, sin)
-        number = None if documents is None else documents.number
-        if torch.compiler.is_compiling():
-            out, lse = _attend(q, kv, number, core.key)
-        else:
-            out, lse = core.attend(q, kv, documents)
-        ctx.save_for_backward(q, kv, out, lse, cos, sin, number)
-        ctx.core, ctx.documents = core, documents
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor):
-        *kept, cos, sin, number = ctx.saved_tensors
-        if torch.compiler.is_compiling():
-            dq, dkv = _attend_backward(*kept, grads[0], number, ctx.core.key)
-        else:
-            dq, dkv = ctx.core.backward(*kept, grads[0], ctx.documents)
-        return split_heads_backward(dq, dkv, cos, sin), *[None] * 4
+    @abstractmethod
+    def gradients(self, rows: Queries, kv: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+        """Returns those of q and of kv, the sums of all ranks."""
 
 
 cores: WeakValueDictionary[str, OverRanks] = WeakValueDictionary()
@@ -201,22 +190,26 @@ cores: WeakValueDictionary[str, OverRanks] = WeakValueDictionary()
 
 
 @custom_op("fivefold::attend_over_ranks", mutates_args=())
-def _attend(q: Tensor, kv: Tensor, documents: Tensor | None, core: str) -> tuple[Tensor, Tensor]:
+def _attend(
+    q: Tensor, kv: Tensor, documents: Tensor | None, core: str, window: int, soft_cap: float
+) -> tuple[Tensor, Tensor]:
     """`OverRanks.attend`. documents: their number."""
-    return cores[core].attend(q, kv, numbered(documents))
+    return cores[core].attend(q, kv, Sees(numbered(documents), Scores(window, soft_cap)))
 
 
 @_attend.register_fake
-def _(q: Tensor, kv: Tensor, documents: Tensor | None, core: str) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     B, H, t, d = q.shape
     return q.new_empty(B, t, H * d), q.new_empty(B, H, t, dtype=torch.float32)
 
 
 @custom_op("fivefold::attend_over_ranks_backward", mutates_args=())
 def _attend_backward(
-    q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dout: Tensor, documents: Tensor | None, core: str
-) -> tuple[Tensor, Tensor]:
-    return cores[core].backward(q, kv, out, lse, dout, numbered(documents))
+    q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dout: Tensor, documents: Tensor | None, core: str,
+    window: int, soft_cap: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    sees = Sees(numbered(documents), Scores(window, soft_cap))
+    return cores[core].backward((q, kv, out, lse, documents), dout, sees)
 
 
 @_attend_backward.register_fake
@@ -232,65 +225,83 @@ class RingAttention(OverRanks):
     keys, and each term is rounded once.
     """
 
-    def attend(self, q: Tensor, kv: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor]:
-        causal, axis, shared = self.causal, self.axis, self._shared(q, documents)
+    def attend(self, q: Tensor, kv: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+        causal, axis, shared = self.causal, self.axis, self._shared(q, sees)
+        reach, cap = self._reach(q, sees), sees.scores.soft_cap
         half = q.shape[2] // 2
         late = q[:, :, half:].contiguous() if _some_late(axis, causal) else q
         out = lse = q  # placeholders until the first turn sets them
-        for number, (turn, (k, v)) in enumerate(ring_turns(axis, kv, causal)):
+        for number, (turn, (k, v)) in enumerate(ring_turns(axis, kv, causal, reach)):
             present = None if shared is None else shared[number]
             if turn.owner == axis.index:
-                out, lse = attend(q, k, v, causal, present)
+                out, lse = attend(q, k, v, causal, present, cap)
                 out = out.float()
             elif present == []:
-                continue  # of other documents only
+                continue  # of other documents only, or of no window
             elif turn.late:
-                merge(out[:, :, half:], lse[:, :, half:], *attend(late, k, v, False, present))
+                merge(out[:, :, half:], lse[:, :, half:], *attend(late, k, v, False, present, cap))
             else:
-                merge(out, lse, *attend(q, k, v, False, present))
+                merge(out, lse, *attend(q, k, v, False, present, cap))
         return out.to(q.dtype).transpose(1, 2).flatten(2), lse  # what the next layer keeps anyway
 
-    def gradients(self, rows: Queries, kv: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor]:
-        return _ring_gradients(rows, kv, self.causal, self.axis, self._shared(rows.q, documents))
+    def gradients(self, rows: Queries, kv: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+        shared, reach = self._shared(rows.q, sees), self._reach(rows.q, sees)
+        return _ring_gradients(rows, kv, self.causal, self.axis, shared, reach, sees.scores.soft_cap)
 
-    def _shared(self, q: Tensor, documents: Documents | None) -> list[Shared] | None:
-        """What documents leave of each turn."""
-        if documents is None:
+    def _shared(self, q: Tensor, sees: Sees) -> list[Shared] | None:
+        """What documents and a window leave of each turn. With a window that is tiles on GPUs, too: flash attention
+        knows windows only where the last query sees the last key."""
+        T, window = q.shape[2] * self.axis.size, sees.scores.window
+        if (documents := sees.parts(q, T)) is None:
             return None
-        columns = ring_columns(self.layout, documents.shape[1], self.axis.index, self.causal)
+        columns = ring_columns(self.layout, T, self.axis.index, self.causal, window)
+        if window:
+            return [documents.tiles(*turn, self.causal, q.element_size(), window) for turn in columns]
         return [documents.shared(*turn, self.causal, q) for turn in columns]
+
+    def _reach(self, q: Tensor, sees: Sees) -> int | None:
+        return reach_of(self.axis.size, q.shape[2] * self.axis.size, sees.scores.window)
 
 
 def _ring_gradients(
-    rows: Queries, kv: Tensor, causal: bool, axis: Axis, shared: list[Shared] | None
+    rows: Queries,
+    kv: Tensor,
+    causal: bool,
+    axis: Axis,
+    shared: list[Shared] | None,
+    reach: int | None,
+    soft_cap: float,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of this rank's queries (B, H, t, d), and of its keys and values (2, B, K, t, d), in fp32. What
     turns need is gone when it returns."""
     (B, K, t, d), half = kv.shape[1:], kv.shape[3] // 2
     late = rows.at(slice(half, None)) if _some_late(axis, causal) else rows
     dq = dkv = kv  # placeholders until the first turn sets them
-    coming_home: list[Started] = []
-    for number, (turn, (k, v)) in enumerate(ring_turns(axis, kv, causal)):
+    coming_home: list[tuple[Started, Tensor]] = []
+    for number, (turn, (k, v)) in enumerate(ring_turns(axis, kv, causal, reach)):
         present = None if shared is None else shared[number]
         if turn.owner == axis.index:
-            dq, dk, dv = attend_backward(rows, k, v, causal, present)
+            dq, dk, dv = attend_backward(rows, k, v, causal, present, soft_cap)
             dq, dkv = dq.float(), torch.stack((dk, dv)).float()
             continue
-        part, dk, dv = attend_backward(late if turn.late else rows, k, v, False, present)
-        (dq[:, :, half:] if turn.late else dq).add_(part)
-        leaving = torch.stack((dk, dv)).to(kv.dtype)
+        leaving = kv.new_empty(0)
+        if turn.keys:
+            part, dk, dv = attend_backward(late if turn.late else rows, k, v, False, present, soft_cap)
+            (dq[:, :, half:] if turn.late else dq).add_(part)
+            leaving = torch.stack((dk, dv)).to(kv.dtype)
         arriving = kv.new_empty(2, B, K, int(t * turn.comes_home), d)
-        started = axis.start_exchange(leaving, turn.owner, arriving, turn.visited)
+        started = _exchange(axis, leaving, turn.owner, arriving, turn.visited)
         _add_arrived(dkv, coming_home)  # from the previous turn
-        coming_home.append(started)
+        if started is not None:
+            coming_home.append((started, arriving))
     _add_arrived(dkv, coming_home)
     return dq, dkv
 
 
-def _add_arrived(dkv: Tensor, coming_home: list[Started]) -> None:
+def _add_arrived(dkv: Tensor, coming_home: list[tuple[Started, Tensor]]) -> None:
     """Adds the gradients that other ranks send for this rank's keys, or for their early half."""
-    for started in coming_home:
-        arriving = started()
+    for started, arriving in coming_home:
+        started()
         dkv[:, :, :, : arriving.shape[3]] += arriving
     coming_home.clear()
 
@@ -313,7 +324,7 @@ class Ulysses(ContextAttention):
         if scores.sink is not None:
             scores = Scores(scores.window, scores.soft_cap, scores.sink.chunk(c)[self.axis.index])
         heads = self.heads // c, self.kv_heads // c
-        out = qkv_attention(whole, *heads, None, None, self.causal, self.recompute, documents, scores)
+        out = fused_attention(whole, *heads, None, None, self.causal, self.recompute, documents, scores)
 
         def forward(x: Tensor) -> Tensor:  # (B, T, H/c d) -> all heads of this rank's tokens (B, t, H d)
             leaving = x.unflatten(1, (c, -1)).transpose(0, 1).contiguous()  # (c, B, t, H/c d)
@@ -364,17 +375,20 @@ Parts = list[tuple[slice, list[Seen]]]
 """Queries of a rank, and which keys they see."""
 
 
-def parts_of(columns: Columns, T: int, causal: bool, documents: Documents | None, like: Tensor) -> Parts:
-    """What a rank with the queries at these columns computes, given the keys of all T. like: queries."""
+def parts_of(
+    columns: Columns, T: int, causal: bool, documents: Documents | None, like: Tensor, window: int = 0
+) -> Parts:
+    """What a rank with the queries at these columns computes, given the keys of all T. like: queries. window: with
+    documents."""
     if documents is None and not causal:
         return [(slice(None), [(slice(T), False, None)])]
     found, start = Parts(), 0
     for a, b in columns:
         rows = slice(start, start := start + b - a)
         if documents is not None:
-            end = b if causal else T  # of the keys that the last query sees, as in `Tiling.turns`
-            shared = documents.shared(((a, b),), ((0, end),), causal, like)
-            found.append((rows, [(slice(end), causal, shared)]))
+            keys = gathered_keys((a, b), T, causal, window)
+            shared = documents.shared(((a, b),), (keys,), causal, like, window)
+            found.append((rows, [(slice(*keys), causal, shared)]))
         else:
             before: list[Seen] = [(slice(a), False, None)] if a else []
             found.append((rows, [(slice(a, b), True, None), *before]))
@@ -385,14 +399,15 @@ class GatheredAttention(OverRanks):
     """Attends to the keys of all ranks, which are gathered. Those of a whole sequence are c times as many as a rank
     keeps."""
 
-    def attend(self, q: Tensor, kv: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor]:
-        every, parts = self._seen(q, documents)
+    def attend(self, q: Tensor, kv: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+        every, parts = self._seen(q, sees)
         k, v = _all_keys(kv, self.axis, every)
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
         for rows, seen in parts:
             some = q[:, :, rows].contiguous()
             (part, part_lse), *others = (
-                attend(some, k[:, :, keys], v[:, :, keys], masked, tiles) for keys, masked, tiles in seen
+                attend(some, k[:, :, keys], v[:, :, keys], masked, tiles, sees.scores.soft_cap)
+                for keys, masked, tiles in seen
             )
             for other in others:
                 part = part.float()
@@ -400,15 +415,16 @@ class GatheredAttention(OverRanks):
             out[:, :, rows], lse[:, :, rows] = part, part_lse
         return out.transpose(1, 2).flatten(2), lse  # what the next layer keeps anyway
 
-    def gradients(self, rows: Queries, kv: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor]:
-        return _gathered_gradients(rows, kv, self.axis, *self._seen(rows.q, documents))
+    def gradients(self, rows: Queries, kv: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+        return _gathered_gradients(rows, kv, self.axis, *self._seen(rows.q, sees), sees.scores.soft_cap)
 
-    def _seen(self, q: Tensor, documents: Documents | None) -> tuple[Sequence[Columns], Parts]:
+    def _seen(self, q: Tensor, sees: Sees) -> tuple[Sequence[Columns], Parts]:
         """The columns of each rank, and what this rank computes."""
         T = q.shape[2] * self.axis.size
-        every = () if documents is None else documents.columns
+        every = () if sees.documents is None else sees.documents.columns
         every = every or [joined(token_spans(self.layout, T, index)) for index in range(self.axis.size)]
-        return every, parts_of(every[self.axis.index], T, self.causal, documents, q)
+        own = every[self.axis.index]
+        return every, parts_of(own, T, self.causal, sees.parts(q, T), q, sees.scores.window)
 
 
 def _all_keys(kv: Tensor, axis: Axis, every: Sequence[Columns]) -> Tensor:
@@ -421,7 +437,7 @@ def _all_keys(kv: Tensor, axis: Axis, every: Sequence[Columns]) -> Tensor:
 
 
 def _gathered_gradients(
-    rows: Queries, kv: Tensor, axis: Axis, every: Sequence[Columns], parts: Parts
+    rows: Queries, kv: Tensor, axis: Axis, every: Sequence[Columns], parts: Parts, soft_cap: float
 ) -> tuple[Tensor, Tensor]:
     """Gradients of this rank's queries (B, H, t, d), and of its keys and values (2, B, K, t, d). Those of all keys are
     added up in fp32, and over ranks in the dtype of the message."""
@@ -431,7 +447,7 @@ def _gathered_gradients(
     for at, seen in parts:
         some = rows.at(at)
         for keys, masked, tiles in seen:
-            part, dk, dv = attend_backward(some, k[:, :, keys], v[:, :, keys], masked, tiles)
+            part, dk, dv = attend_backward(some, k[:, :, keys], v[:, :, keys], masked, tiles, soft_cap)
             dq[:, :, at] += part
             dwhole[0][:, :, keys] += dk
             dwhole[1][:, :, keys] += dv

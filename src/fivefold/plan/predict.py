@@ -123,7 +123,11 @@ class Plan:
     def model_flops_per_gpu(self) -> float:
         """Model FLOP/s per device."""
         model, own = self.setting.model, self.setting.software.documents
-        return flops_per_token(model, own.pairs(model) if own else 1.0) * self.tokens_per_s / self.ranks
+        return (
+            flops_per_token(model, partial(own.pairs, model) if own else None)
+            * self.tokens_per_s
+            / self.ranks
+        )
 
     @property
     def mfu(self) -> float:

@@ -27,7 +27,7 @@ from fivefold.schedules.pipeline import DEFAULT, Schedule, stages_per_rank
 from fivefold.sharding.layout import Layout, changed
 from fivefold.sharding.layout_rules import on_nodes
 from fivefold.sharding.parts import Shape, ends_of, sharing_group, stage_blocks, stages_of
-from fivefold.sharding.sequence import some_queries
+from fivefold.sharding.sequence import RING, some_queries
 from fivefold.sharding.sync import ONE_REPLICA_GROUP, ReplicaGroups
 from fivefold.sharding.tiers import tiers
 from fivefold.sharding.units import FsdpUnit, Keeping, compressed_buckets, keepings
@@ -49,26 +49,10 @@ class Documents:
     source: Literal["data", "assumed", "unknown"]
     sample: Sample | None = None
 
-    def pairs(self, model: ModelSection) -> float:
-        """The share of the pairs of tokens that see each other."""
-        return 1.0 if self.sample is None else self.sample.pairs(card_of(model).causal)
-
-    def seen(
-        self, model: ModelSection, layout: Layout, B: int, element_size: float, program: Program
-    ) -> Seen:
-        """What the kernels compute that run there: on CPUs tiles, on GPUs in 16 bits document by document, in each turn
-        of a ring as long as its slowest rank. Other kernels compute whole sequences."""
-        sample = self.sample
-        if sample is None:
-            return WHOLE_SEQUENCES
-        causal = card_of(model).causal
-        if program.attention == "blocks":
-            return Seen(sample.computed(B, causal, int(element_size), layout))
-        if program.attention == "flash" and any_length(element_size, model.head_width):
-            some = B > 1 and some_queries(layout.cp, layout.cp_method)
-            copied = sample.copied(B, causal, layout) if some else (0.0, 0.0)
-            return Seen(sample.in_turns(B, causal, layout), sample.seen, copied)
-        return WHOLE_SEQUENCES
+    def pairs(self, model: ModelSection, window: int = 0) -> float:
+        """The share of the pairs of tokens that see each other, within a window if there is one."""
+        sample = (whole_sequence(model.seq_len) if window else None) if self.sample is None else self.sample
+        return 1.0 if sample is None else sample.pairs(card_of(model).causal, window)
 
     def line(self, model: ModelSection, layout: Layout, seen: Seen) -> str:
         """What attention is priced by, in a sentence; nothing if each sequence is one document."""
@@ -96,6 +80,40 @@ class Documents:
             "pairs": self.pairs(model),
             "work": seen.share,
         }
+
+
+@lru_cache(maxsize=16)
+def whole_sequence(T: int) -> Sample:
+    """A sequence of one document."""
+    import numpy as np
+
+    from fivefold.kernels.tiling import Sample
+
+    return Sample(np.zeros((1, T), np.int64))
+
+
+def seen(
+    documents: Documents | None, model: ModelSection, layout: Layout, B: int, element_size: float, program: Program,
+    window: int = 0,
+) -> Seen:  # fmt: skip
+    """What the kernels compute that run there: on CPUs tiles, on GPUs in 16 bits document by document, in each turn of
+    a ring as long as its slowest rank. Other kernels compute whole sequences. window: keys that a query sees; 0:
+    all."""
+    sample, several = documents.sample if documents else None, B > 1
+    if sample is None and window:
+        sample, B = whole_sequence(model.seq_len), 1
+    if sample is None:
+        return WHOLE_SEQUENCES
+    causal = card_of(model).causal
+    if program.attention == "blocks":
+        return Seen(sample.computed(B, causal, int(element_size), layout, window))
+    if program.attention == "flash" and any_length(element_size, model.head_width):
+        some = several and some_queries(layout.cp, layout.cp_method)
+        some = some and not (window and layout.cp_method == RING)  # tiles copy none in a row
+        copied = sample.copied(B, causal, layout, window) if some else (0.0, 0.0)
+        share = sample.in_turns(B, causal, layout, window)
+        return Seen(share, min(sample.seen, window or sample.seen), copied)
+    return WHOLE_SEQUENCES
 
 
 def documents_of(recipe: Recipe, tokens: float | None = None) -> Documents | None:
@@ -327,14 +345,15 @@ class Setting:
         """All operations of a rank for one microbatch."""
         return self.card.work(self.sizes, self.software)
 
-    def kind(self, mixed: bool, recompute: str) -> Kind:
-        """The kind of a block with this mode of recomputation."""
-        return mixed, self.software.compiles and not self.layout.compiles(mixed, recompute)
+    def kind(self, second: bool, recompute: str) -> Kind:
+        """The kind of a block with this mode of recomputation. second: see `Card.second`."""
+        experts = self.card.mixed[self.card.second.index(second)]
+        return second, self.software.compiles and not self.layout.compiles(experts, recompute)
 
     @property
     def last_block(self) -> list[Operation]:
         """The operations of the model's last block. A model with experts has them there."""
-        return self.work.block[self.kind(self.card.mixed[-1], self.recompute[-1])]
+        return self.work.block[self.kind(self.card.second[-1], self.recompute[-1])]
 
     @property
     def recompute(self) -> tuple[str, ...]:
@@ -401,11 +420,12 @@ def setting(
     e, chunks = DTYPES[card.working].bytes, x.expert_chunks if x.ep > 1 else 1
     # emulated: the working dtype
     narrow = DTYPES[card.rate_on(cluster.device.peak)].bytes if card.kernel else 0.0
-    seen = documents.seen(model, x, B, e, software) if documents else WHOLE_SEQUENCES
+    asked, window = (documents, model, x, B, e, software), card_of(model).narrow
+    every = {"seen": seen(*asked), "near": seen(*asked, window) if window else WHOLE_SEQUENCES}
     sent = float(row_bytes(model.dim)) if software.fp8_dispatch and "fp8_dispatch" in card.fields else 0.0
     how = {name: getattr(x, name) for name in ("tp", "cp", "ep", "sp", "cp_method", "sp_regather")}
     how |= {"way": software.tensor, "tp_chunks": software.tensor.pieces or x.tp_chunks}
-    sizes = Sizes(model, B, e=e, load=load, chunks=chunks, narrow=narrow, seen=seen, dispatched=sent, **how)
+    sizes = Sizes(model, B, e=e, load=load, chunks=chunks, narrow=narrow, dispatched=sent, **every, **how)
     cluster = cluster.for_ranks(layout.ranks)
     layout = on_nodes(layout, cluster.per_node)
     return Setting(model, layout, cluster, software, sizes, mode, microbatches, sequences=sequences)

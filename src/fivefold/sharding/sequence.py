@@ -10,14 +10,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fivefold.schedules.collectives.collective import Span, joined
-from fivefold.schedules.ring_attention import turns
+from fivefold.schedules.ring_attention import reach_of, turns
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import Columns
 
 if TYPE_CHECKING:
     import numpy as np
 
-METHODS = ("ring", "ulysses", "all_gather")  # parallel/context.py says what each does
+RING = "ring"
+METHODS = (RING, "ulysses", "all_gather")  # parallel/context.py says what each does
 MOST_BLOCKS, LEAST_TOKENS = 8, 32
 """Blocks that a rank is dealt at most, and their tokens at least, if that leaves two. Small blocks balance better, but
 their matmuls are slower."""
@@ -33,13 +34,20 @@ def token_spans(layout: Layout, T: int, index: int) -> list[Span]:
     return [(n * i, n * (i + 1)) for i in (index, 2 * c - 1 - index)]
 
 
-def ring_columns(layout: Layout, T: int, index: int, causal: bool) -> list[tuple[Columns, Columns]]:
+def ring_columns(
+    layout: Layout, T: int, index: int, causal: bool, window: int = 0
+) -> list[tuple[Columns, Columns]]:
     """The columns of the queries and of the keys that rank `index` multiplies, in each turn of ring attention."""
     own, found = tuple(token_spans(layout, T, index)), []
-    for turn in turns(layout.cp, index, causal):
-        keys = tuple(token_spans(layout, T, turn.owner))  # two chunks each
-        found.append((own[1:] if turn.late else own, keys[:1] if turn.keys < 1 else keys))
+    for turn in turns(layout.cp, index, causal, reach_of(layout.cp, T, window)):
+        keys = tuple(token_spans(layout, T, turn.owner))[: int(2 * turn.keys)]  # two chunks each
+        found.append((own[1:] if turn.late else own, keys))
     return found
+
+
+def gathered_keys(span: Span, T: int, causal: bool, window: int) -> Span:
+    """The keys that queries at a span see, if all T are there. window: that each of them sees; 0: all."""
+    return max(0, span[0] - window + 1) if window else 0, span[1] if causal else T
 
 
 def some_queries(cp: int, method: str) -> bool:

@@ -64,14 +64,14 @@ Blocks = Mapping[str, Block]
 
 def kinds(recipe: Recipe) -> list[str]:
     """The kind of each block of a recipe's model, by all that its graphs depend on: its mode of recomputation, whether
-    it has experts, whether it multiplies in bf16 though others round, and what of it gets no gradient."""
+    it has experts or a window, whether it multiplies in bf16 though others round, and what of it gets no gradient."""
     card, modes = card_of(recipe.model), of_blocks(recipe.layout.recompute, recipe.model.depth)
     rounded, trained, found = rounded_blocks(recipe), trained_inputs(recipe), list[str]()
     for number, mode in enumerate(modes):
         block = f"{card.stack}.{number}."
         weights = sorted(name.removeprefix(block) for name in card.frozen if name.startswith(block))
         fixed = ["its input"] * (not trained[number]) + weights
-        kind = mode + " with experts" * card.is_mixed(number)
+        kind = f"{mode}, {card.words_of(number)}"
         kind += " in bf16" * (len(rounded) > 0 and number not in rounded)
         found.append(kind + f" without gradients of {', '.join(fixed)}" * bool(fixed))
     return found

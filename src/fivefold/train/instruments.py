@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ class Speed(Instrument):
     def __init__(self, job: Job, ranks: Ranks, state: State):
         self.recipe, self.state, self.peak = job.recipe, state, 0.0
         documents, causal = documents_of(job), card_of(job.recipe.model).causal
-        pairs = documents.pairs(causal) if documents else 1.0
+        pairs = partial(documents.pairs, causal) if documents else None
         self.flops = flops_per_token(job.recipe.model, pairs) if job.module is None else None
         mode = compute_mode(job.recipe, ranks.device)
         if self.flops and ranks.device.type == "cpu":  # ranks on one machine's CPU share its cores

@@ -23,9 +23,9 @@ class Card(gpt2.Card):
     def defaults(self) -> dict[str, Any]:
         return super().defaults() | {"norm_eps": 1e-12}
 
-    def block_operations(self, s: Sizes, program: Program, mixed: bool = False) -> list[Operation]:
+    def block_operations(self, s: Sizes, program: Program, number: int = 0) -> list[Operation]:
         """As many as GPT-2's, which move and keep as much. Recomputation leaves norms behind sublayers alone."""
-        ops = super().block_operations(s, program, mixed)
+        ops = super().block_operations(s, program, number)
         norms = {op: (op.saved[0], replace(op.saved[1], role="stream")) for op in ops if op.part == "norm"}
         return [replace(op, part="", saved=norms[op]) if op in norms else op for op in ops]
 

@@ -115,7 +115,7 @@ class Card(moe.Card):
         w = widths_of(self.model)
         return 3.0 * self.model.heads * (w.query + w.value) * self.model.seq_len
 
-    def attention_operations(self, s: Sizes, program: Program) -> list[Operation]:
+    def attention_operations(self, s: Sizes, program: Program, number: int) -> list[Operation]:
         """The latent vectors are whole on every tensor-parallel rank, of the tokens that it has outside of regions. A
         region begins behind their norms, so it is entered with narrow activations."""
         w, e, N, H = widths_of(s.model), s.e, s.N, s.model.heads / s.tp

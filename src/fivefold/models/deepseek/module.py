@@ -120,7 +120,7 @@ class LatentAttention(Sublayer):
     both parts, is on the queries.
     """
 
-    def __init__(self, model: ModelSection, bias: bool) -> None:
+    def __init__(self, model: ModelSection, bias: bool, number: int = 0) -> None:
         super().__init__()
         assert not bias, "refused by the card"
         H, w = model.heads, widths_of(model)

@@ -29,13 +29,18 @@ class Card(card.Card):
 
     def table(self) -> dict[str, Shape]:
         V, D = self.model.vocab_size or 0, self.model.dim
-        return {"embed.weight": (V, D)} | self.blocks() | under("norm", rms_norm(D)) | self.output()
+        return {"embed.weight": (V, D)} | self.blocks() | under("norm", self.norm(D)) | self.output()
+
+    def norm(self, D: int) -> dict[str, Shape]:
+        return rms_norm(D)
 
     def block(self, number: int) -> dict[str, Shape]:
-        return block(rms_norm(self.model.dim), self.attention(), self.feed_forward(number), self.post_norm)
+        norm = self.norm(self.model.dim)
+        found = block(norm, self.attention(), self.feed_forward(number), self.post_norm)
+        return found | (under("norm1_after", norm) | under("norm2_after", norm) if self.sandwich_norm else {})
 
     def attention(self) -> dict[str, Shape]:
-        return attention(self.model, bias=self.model.attention_bias)
+        return attention(self.model, self.qkv_biased or self.model.attention_bias, self.out_biased)
 
     def feed_forward(self, number: int) -> dict[str, Shape]:
         return swiglu(self.model.dim, self.model.ffn_dim or 0)

@@ -6,16 +6,16 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from fivefold.models.card import card_of
 from fivefold.models.hf import NEEDED, Entry, Fields, same
 from fivefold.models.llama import torchtitan
 from fivefold.models.section import ModelSection
 
 MODEL_TYPE = "llama"
-ALSO = ("mistral",)
-"""Other model types with the same computation. They come back as `llama`."""
 ARCHITECTURE = "LlamaForCausalLM"
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 TITAN = torchtitan.names
+LINEAR = "linear"
 LIMITS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
 """Ways of scaling rotary frequencies (`models.layers.rope_frequencies`), with their names of the two limits."""
 NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -25,7 +25,9 @@ SUPPORTED = GATED | {"mlp_bias": (False, None), "sliding_window": (None,), "pret
 
 
 def entries(model: ModelSection, norms: tuple[str, str] = NORMS) -> list[Entry]:
-    """The weight map. norms: their names of a block's two norms."""
+    """The weight map. norms: their names of a block's two norms. Biases are those of the card."""
+    card = card_of(model)
+    biased = card.qkv_biased or model.attention_bias
     assert model.ffn_dim is not None
     d, kv_heads, F = model.head_width, model.kv_heads or model.heads, model.ffn_dim
     rows = (d * model.heads, d * kv_heads, d * kv_heads)
@@ -36,10 +38,10 @@ def entries(model: ModelSection, norms: tuple[str, str] = NORMS) -> list[Entry]:
         gate_up = tuple(f"{theirs}.mlp.{x}_proj.weight" for x in ("gate", "up"))
         table += same(f"{ours}.norm1", f"{theirs}.{norms[0]}")
         table += [Entry(f"{ours}.attention.qkv.weight", qkv, rows)]
-        if model.attention_bias:
+        if biased:
             biases = tuple(name.replace(".weight", ".bias") for name in qkv)
             table += [Entry(f"{ours}.attention.qkv.bias", biases, rows)]
-        kinds = ("weight", "bias") if model.attention_bias else ("weight",)
+        kinds = ("weight", "bias") if biased and card.out_biased else ("weight",)
         table += same(f"{ours}.attention.out", f"{theirs}.self_attn.o_proj", *kinds)
         table += same(f"{ours}.norm2", f"{theirs}.{norms[1]}")
         table += [Entry(f"{ours}.mlp.gate_up.weight", gate_up, (F, F))]
@@ -82,6 +84,8 @@ def decoder(model: ModelSection) -> dict[str, Any]:
 def _scaling(model: ModelSection) -> dict[str, Any] | None:
     if model.rope_factor == 1:
         return None
+    if model.rope_scaling == LINEAR:
+        return {"rope_type": LINEAR, "factor": model.rope_factor}
     low, high = LIMITS[model.rope_scaling]
     amplitude = {"attention_factor": model.rope_amplitude} if model.rope_scaling == "yarn" else {}
     return amplitude | {
@@ -106,8 +110,10 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def scaled(rope: Mapping[str, Any]) -> dict[str, Any]:
     """The fields for a scaling of rotary frequencies."""
     kind = _kind(rope)
-    if kind not in LIMITS or rope["factor"] == 1:
+    if kind not in (LINEAR, *LIMITS) or rope["factor"] == 1:
         return {}
+    if kind == LINEAR:
+        return {"rope_scaling": kind, "rope_factor": float(rope["factor"])}
     low, high = LIMITS[kind]
     if kind == "yarn":
         rope = {low: 1, high: 32} | dict(rope)
@@ -135,16 +141,14 @@ def amplitude(rope: Mapping[str, Any]) -> float:
     return grown(mscale) / grown(of_all) if mscale and of_all else grown(1)
 
 
-def problems(config: Mapping[str, Any]) -> list[str]:
-    """Problems that `SUPPORTED` cannot express: rotary embeddings that are scaled in another way, and the window that
-    Mistral's files mean if they name none."""
+def problems(config: Mapping[str, Any], partly: bool = False) -> list[str]:
+    """Problems that `SUPPORTED` cannot express: rotary embeddings that are scaled in another way. partly: a head may
+    rotate in part."""
     found = []
-    if config.get("model_type") in ALSO and "sliding_window" not in config:
-        found.append("sliding_window is missing, which means 4096 tokens here; only null is supported")
     for key in ("rope_scaling", "rope_parameters"):
         rope = config.get(key) or {}
-        if (kind := _kind(rope)) not in ("default", *LIMITS):
-            kinds = " and ".join(f'"{kind}"' for kind in LIMITS)
+        if (kind := _kind(rope)) not in ("default", LINEAR, *LIMITS):
+            kinds = " and ".join(f'"{kind}"' for kind in (LINEAR, *LIMITS))
             found.append(f'{key} has rope_type "{kind}"; only "default" (unscaled), {kinds} are supported')
         elif kind == "yarn" and rope.get("truncate", True) is not True:
             found.append(f"{key} has truncate = {rope['truncate']}; only true is supported")
@@ -152,7 +156,7 @@ def problems(config: Mapping[str, Any]) -> list[str]:
             found.append(
                 f"{key} has an attention_factor of {amplitude(rope):g}; only 1 and more are supported"
             )
-        elif rope.get("partial_rotary_factor", 1.0) != 1.0:
+        elif rope.get("partial_rotary_factor", 1.0) != 1.0 and not partly:
             found.append(
                 f"{key} has partial_rotary_factor {rope['partial_rotary_factor']}; only 1.0 is supported"
             )

@@ -23,12 +23,12 @@ class Card(llama.Card):
             return Cut("column", 0, normed(self.model))
         return super().cut(name, shape)
 
-    def block_operations(self, s: Sizes, program: Program, mixed: bool = False) -> list[Operation]:
+    def block_operations(self, s: Sizes, program: Program, number: int = 0) -> list[Operation]:
         mlp = work.feed_forward(s, program, self.gated, self.biased)
-        return work.post_norm_block(s, program, self.attention_operations(s, program), mlp)
+        return work.post_norm_block(s, program, self.attention_operations(s, program, number), mlp)
 
-    def attention_operations(self, s: Sizes, program: Program) -> list[Operation]:
-        attended = super().attention_operations(s, program)
+    def attention_operations(self, s: Sizes, program: Program, number: int) -> list[Operation]:
+        attended = super().attention_operations(s, program, number)
         return work.query_key_norms(s, program, attended, len(normed(self.model)), SQUARES)
 
 

@@ -20,8 +20,8 @@ from fivefold.models.section import ModelSection, known
 class NormedAttention(Attention):
     """One norm over all query features (H d), one over all key features (K d)."""
 
-    def __init__(self, model: ModelSection, bias: bool) -> None:
-        super().__init__(model, bias)
+    def __init__(self, model: ModelSection, bias: bool, number: int = 0) -> None:
+        super().__init__(model, bias, number)
         self.norm_qk = WideRMSNorm(normed(model), known(model.norm_eps))
 
     def prepare(self, qkv: Tensor) -> Tensor:
@@ -32,10 +32,10 @@ class NormedAttention(Attention):
 
 
 class Block(nn.Module):
-    def __init__(self, model: ModelSection) -> None:
+    def __init__(self, model: ModelSection, number: int = 0) -> None:
         super().__init__()
         self.dropout = model.dropout
-        self.attention = NormedAttention(model, bias=model.attention_bias)
+        self.attention = NormedAttention(model, model.attention_bias, number)
         self.norm1 = RMSNorm(model.dim, known(model.norm_eps))
         self.mlp = SwiGLU(model.dim, known(model.ffn_dim))
         self.norm2 = RMSNorm(model.dim, known(model.norm_eps))
@@ -43,12 +43,11 @@ class Block(nn.Module):
     def forward(
         self,
         x_BTD: Tensor,
-        cos_Td: Tensor,
-        sin_Td: Tensor,
+        *tables: Tensor,
         cache: LayerCache | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        attended_BTD = self.norm1(self.attention(x_BTD, cos_Td, sin_Td, cache=cache, documents=documents))
+        attended_BTD = self.norm1(self.attention(x_BTD, *tables, cache=cache, documents=documents))
         x_BTD = x_BTD + F.dropout(attended_BTD, self.dropout, self.training)
         return x_BTD + F.dropout(self.norm2(self.mlp(x_BTD)), self.dropout, self.training)
 

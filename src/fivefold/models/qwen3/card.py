@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold.models import work
-from fivefold.models.card import rms_norm, under
+from fivefold.models.card import under
 from fivefold.models.llama import card as llama
 from fivefold.models.operations import Operation, Program, Sizes
 from fivefold.sharding.parts import Shape
@@ -23,9 +23,9 @@ class Card(llama.Card):
     def attention(self) -> dict[str, Shape]:
         found = super().attention()
         for norm in NORMS:
-            found |= under(norm, rms_norm(self.model.head_width))
+            found |= under(norm, self.norm(self.model.head_width))
         return found
 
-    def attention_operations(self, s: Sizes, program: Program) -> list[Operation]:
+    def attention_operations(self, s: Sizes, program: Program, number: int) -> list[Operation]:
         heads = (s.qkv + s.q) / 2 / s.model.head_width  # of queries and keys
-        return work.query_key_norms(s, program, super().attention_operations(s, program), heads)
+        return work.query_key_norms(s, program, super().attention_operations(s, program, number), heads)

@@ -16,10 +16,12 @@ from fivefold.models.section import ModelSection, known
 class NormedAttention(Attention):
     """One norm (d) for all query heads, one for all key heads."""
 
-    def __init__(self, model: ModelSection, bias: bool) -> None:
-        super().__init__(model, bias)
-        self.norm_q = RMSNorm(model.head_width, known(model.norm_eps))
-        self.norm_k = RMSNorm(model.head_width, known(model.norm_eps))
+    norm_type: type[RMSNorm] = RMSNorm
+
+    def __init__(self, model: ModelSection, bias: bool, number: int = 0) -> None:
+        super().__init__(model, bias, number)
+        self.norm_q = self.norm_type(model.head_width, known(model.norm_eps))
+        self.norm_k = self.norm_type(model.head_width, known(model.norm_eps))
 
     def prepare(self, qkv: Tensor) -> Tensor:
         heads, kv_heads = self.core.heads, self.core.kv_heads

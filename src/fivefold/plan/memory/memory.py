@@ -133,10 +133,11 @@ def _of(sizes: ByRole, roles: frozenset[Role]) -> float:
 class MicrobatchBytes(NamedTuple):
     """Bytes of one microbatch on a rank.
 
-    plain, mixed: kept from forward to backward by a block without and with experts. begin, end: kept by the layers
-    before and behind the blocks. freed: the part of `end` that is gone before the last block's backward. owed_plain,
-    owed_mixed: kept by a block from I to W. again: recomputed in a block's backward. inside, loss: workspace of a
-    block's backward, and of the loss. stream: the activation between two blocks. tokens: inputs and targets.
+    plain, mixed: kept from forward to backward by a block of the first and of the second kind (`Card.second`). begin,
+    end: kept by the layers before and behind the blocks. freed: the part of `end` that is gone before the last block's
+    backward. owed_plain, owed_mixed: kept by a block from I to W. again: recomputed in a block's backward. inside,
+    loss: workspace of a block's backward, and of the loss. stream: the activation between two blocks. tokens: inputs
+    and targets.
     """
 
     plain: float
@@ -160,11 +161,12 @@ def microbatch(s: Setting, sums: Sums, recompute: str) -> MicrobatchBytes:
     behind = used.keeps | frozenset[Role](("stream",))  # blocks of multi-token prediction recompute, too
     others = stream * (1 - 1 / divided)
     kinds = [
-        sums.block[s.kind(mixed, recompute)] if mixed in s.card.mixed else NO_BLOCK for mixed in (False, True)
+        sums.block[s.kind(second, recompute)] if second in s.card.second else NO_BLOCK
+        for second in (False, True)
     ]
     plain, mixed = (max(0.0, _of(kind.saved, used.keeps) - others) for kind in kinds)
     # full recomputation repeats the whole block, the other modes one part at a time
-    parts = kinds[s.card.mixed[-1]].parts
+    parts = kinds[s.card.second[-1]].parts
     again, inside = 0.0, max(workspace for *_, workspace in parts)
     if repeated := region("none").keeps - used.keeps:
         made = [(_of(once if used.core else sizes, repeated), most) for sizes, once, most in parts]
@@ -264,7 +266,7 @@ class Predictor:
 
     def __init__(self, s: Setting, shared: Sums | None = None):
         self.setting, self.layout, self.by_stage = s, s.layout, s.stages
-        self.mixed = s.card.is_mixed
+        self.second = s.card.second
         self.sums = shared or sums(s)
         self._modes: dict[str, MicrobatchBytes] = {}
         self.schedule, self.times = live_schedule(s.layout, s.microbatches)
@@ -300,14 +302,14 @@ class Predictor:
     def kept(self, mode: str, number: int) -> float:
         """Bytes that a block keeps of a microbatch."""
         one = self.microbatch(mode)
-        return one.mixed if self.mixed(number) else one.plain
+        return one.mixed if self.second[number] else one.plain
 
     def of(self, modes: Sequence[str]) -> list[Memory]:
         """Memory per rank at each pipeline position. modes: of each block of the model."""
         kept = [sum(self.kept(modes[i], i) for i in part) for part in self.by_stage]
         one = self.microbatch(modes[-1])
         owed = [
-            sum(one.owed_mixed if self.mixed(i) else one.owed_plain for i in part) for part in self.by_stage
+            sum(one.owed_mixed if self.second[i] else one.owed_plain for i in part) for part in self.by_stage
         ]
         if (parts := parts_of(self.layout)) > 1:  # a pipeline holds what a stage has received whole
             kept[1:] = [size + one.stream * (1 - 1 / parts) for size in kept[1:]]

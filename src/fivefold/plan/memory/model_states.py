@@ -219,11 +219,11 @@ def _positions(
     model: ModelSection, layout: Layout, how: Partition
 ) -> tuple[Sequence[Elements], Sequence[int]]:
     """(`rank_elements`, `alike`)."""
-    parts, by_stage, mixed = elements(model, layout), stages(model, layout, how), card_of(model).mixed
+    parts, by_stage, second = elements(model, layout), stages(model, layout, how), card_of(model).second
     first, ranks, same = dict[object, int](), list[Elements](), list[int]()
     for position in range(layout.pp):
         mine = stages_of(layout, position)
-        kinds = [tuple(i if model.freeze else mixed[i] for i in by_stage[stage]) for stage in mine]
+        kinds = [tuple(i if model.freeze else second[i] for i in by_stage[stage]) for stage in mine]
         ends = ends_of(layout, mine)
         same.append(first.setdefault((tuple(kinds), ends), position))
         if same[-1] < position:

@@ -165,10 +165,9 @@ def moments(s: Setting, rank: int = 0) -> Iterator[Moment]:
     """All messages of a rank in a step but those of outer steps, with the moments when they are sent."""
     position, card, modes = index_in(s.layout, "pp", rank), s.card, s.recompute
     first, last = s.ends(position)
-    blocks = Counter((card.is_mixed(number), modes[number]) for number in s.blocks(position))
-    for (mixed, mode), count in blocks.items():
-        name = "a block with experts" if mixed else "a block"
-        ops = s.work.block[s.kind(mixed, mode)]
+    blocks = Counter((card.second[number], modes[number]) for number in s.blocks(position))
+    for (second, mode), count in blocks.items():
+        name, ops = card.words_of(card.second.index(second)), s.work.block[s.kind(second, mode)]
         yield from of_operations(s, rank, ops, mode, name, count * s.passes)
         if partitions(s.layout.offload, s.layout.recompute, s.layout.tp, s.layout.sp):
             name = f"backward of {name}"
@@ -229,10 +228,11 @@ def _pieces(message: Message, s: Setting, rank: int, backward: bool) -> Iterator
     if message.what != "ring":
         yield message.what, message.axis, message.size, message.calls
         return
-    moved = ring_attention.messages(s.layout.cp, index_in(s.layout, "cp", rank), s.card.causal, backward)
+    at = s.layout.cp, index_in(s.layout, "cp", rank)
+    moved = ring_attention.messages(*at, s.card.causal, backward, message.reach)
     keys = message.size / len(moved)
-    yield "send", message.axis, keys * sum(sent for sent, _ in moved), len(moved)
-    yield "receive", message.axis, keys * sum(received for _, received in moved), len(moved)
+    for way, shares in zip(("send", "receive"), zip(*moved, strict=True), strict=True):
+        yield way, message.axis, keys * sum(shares), sum(share > 0 for share in shares)
 
 
 def _gradients(s: Setting, rank: int, position: int) -> Iterator[Moment]:

@@ -99,10 +99,10 @@ def roofline(plan: Plan) -> Roofline:
     s, layout, costs = plan.setting, plan.layout, plan.step.costs
     position = max(range(layout.pp), key=lambda rank: sum(costs[i].seconds for i in stages_of(layout, rank)))
     first, last = s.ends(position)
-    blocks = [(s.card.is_mixed(number), s.recompute[number]) for number in s.blocks(position)]
+    blocks = [(s.card.second[number], s.recompute[number]) for number in s.blocks(position)]
     parts = [(s.work.begin, "none", int(first))]  # operations, recomputation, repeats per microbatch
-    for (mixed, mode), count in Counter(sorted(blocks)).items():
-        parts.append((s.work.block[s.kind(mixed, mode)], mode, count))
+    for (second, mode), count in Counter(sorted(blocks)).items():
+        parts.append((s.work.block[s.kind(second, mode)], mode, count))
     parts.append((s.work.end, "none", int(last)))
     points: dict[str, Point] = {}
     for ops, recompute, count in parts:

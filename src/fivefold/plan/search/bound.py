@@ -94,10 +94,12 @@ class Bounds:
     def _microbatch(self, c: Choice, space: Space) -> tuple[float, float, float]:
         """Seconds of a microbatch on an average pipeline rank, until this starts, and on the rank with most blocks."""
         costs, p, layers = self.shared.microbatch(c).costs, c.layout.pp, self.model.layers
-        mixed, (ahead, most, _, paired) = self.shared.mixed.count(True), self._least(c, space)
-        whole, rows = Share(layers - mixed, mixed, 1, 1), costs.mixed.rows_forward + costs.mixed.rows_backward
-        kinds = [(costs.plain, costs.plain.seconds), (costs.mixed, costs.mixed.seconds - rows * paired)]
-        kinds = [kinds[kind] for kind in set(self.shared.mixed)]
+        mixed, (ahead, most, _, paired) = self.shared.second.count(True), self._least(c, space)
+        whole = Share(layers - mixed, mixed, 1, 1)
+        kinds = [
+            (cost, cost.seconds - (cost.rows_forward + cost.rows_backward) * paired) for cost in costs[:2]
+        ]
+        kinds = [kinds[kind] for kind in set(self.shared.second)]
         work = sum(costs.of(whole)) - costs.hidden(whole) * paired
         return (
             work / p,
@@ -107,8 +109,8 @@ class Bounds:
 
     def _least(self, c: Choice, space: Space) -> tuple[float, float, bool, bool]:
         """Of all schedules of a shape: the fewest blocks before an average pipeline rank; the fewest of the rank with
-        most, for each microbatch that it computes; whether every rank has experts, if any has; and whether one of them
-        runs pairs."""
+        most, for each microbatch that it computes; whether every rank has blocks of the second kind, if there are any;
+        and whether one of them runs pairs."""
         x = c.layout
         key = x.pp, x.tp > 1, x.cp > 1, x.ep > 1
         if key not in self._ways:
@@ -118,7 +120,7 @@ class Bounds:
                 sum(one.before.plain + one.before.mixed for one in every) / len(every) for _, every in at
             )
             most = min(max(one.part.plain + one.part.mixed for one in every) / x.copies for x, every in at)
-            experts = any(self.shared.mixed)
+            experts = any(self.shared.second)
             everywhere = all(one.part.mixed > 0 or not experts for _, every in at for one in every)
             self._ways[key] = ahead, most, everywhere, any(SCHEDULES[x.schedule].paired for x in layouts)
         return self._ways[key]
@@ -126,12 +128,12 @@ class Bounds:
     def average(self, c: Choice, space: Space) -> float:
         """`shape` plus the exposed gradient and weight traffic of an average pipeline rank. Traffic is linear in a
         rank's blocks and `exposed_in_pieces` is convex, so this is a lower bound (Jensen). It needs parameters on each
-        pipeline rank under every schedule, and experts if the model has any."""
+        pipeline rank under every schedule, and blocks of both kinds if the model has any."""
         p = c.layout.pp
         if self.cluster.machine or not self._least(c, space)[2]:
             return self.shape(c, space)
-        mixed = self.shared.mixed.count(True) / p
-        part = Share(len(self.shared.mixed) / p - mixed, mixed, 1 / p, 1 / p)
+        mixed = self.shared.second.count(True) / p
+        part = Share(len(self.shared.second) / p - mixed, mixed, 1 / p, 1 / p)
         each, ahead, _ = self._microbatch(c, space)
         sent = self._least_sent(c, space, part, *self.shared.microbatch(c).costs.of(part))
         return (c.count * each + ahead + sent + self._fixed(c)) * ROUNDING
@@ -151,8 +153,8 @@ class Bounds:
         if c.layout.zero >= 2:  # with the communication of ZeRO in every microbatch
             s, blocks = self.setting(c), [Cost(), Cost()]
             elements = model_states.elements(self.model, c.layout).blocks
-            for kind in set(self.shared.mixed):
-                block, cost = elements[self.shared.mixed.index(kind)], micro.alone[kind]
+            for kind in set(self.shared.second):
+                block, cost = elements[self.shared.second.index(kind)], micro.alone[kind]
                 blocks[kind] = (cost + stage_costs.per_microbatch(block, cost, s)).slowed(micro.slower)
             costs = costs._replace(plain=blocks[False], mixed=blocks[True])
         ends, turned = self._ends(c, costs)
@@ -186,7 +188,7 @@ class Bounds:
         backward of one microbatch. And the earliest end of the step that is no position's: a microbatch passes all
         stages, there and back, and where the first position ends last, it ends behind the backward of all others."""
         x, ends, (there, back) = c.layout, [], self.shared.hops(c)
-        experts, passing = self.shared.mixed.count(True), costs
+        experts, passing = self.shared.second.count(True), costs
         if x.splits_backward:
             # a microbatch does not wait for gradients of weights that the schedule computes later
             passing = Costs(*(cost._replace(weight=0.0) for cost in costs))
@@ -342,7 +344,7 @@ class LeastBytes:
             own = self.shared.elements(lean.layout, part)
             states, late = model_states.rank_states(lean, own), model_states.adding_up(lean, own)[0]
             self._states[key] = sum(states), late * (x.pp > 1), NONE
-        kept = min((size.plain, size.mixed)[mixed] for mixed in set(self.shared.mixed))
+        kept = min((size.plain, size.mixed)[mixed] for mixed in set(self.shared.second))
         held, late, _ = self._states[key]
         live = blocks * kept + size.again + size.inside
         late *= not _settles(changed(c, layout=changed(x, virtual_stages=2)))

@@ -100,7 +100,7 @@ def _way(s: Setting, predictor: Predictor, position: int) -> list[tuple[int, str
     shared, blocks = stage_costs.parts(s), s.blocks(position)
     curves: dict[bool, list[tuple[float, str]]] = {}  # by kind of block, (seconds per freed byte, mode)
     for number in blocks:
-        if (kind := predictor.mixed(number)) in curves:
+        if (kind := predictor.second[number]) in curves:
             continue
         points = {
             mode: (predictor.kept(mode, number), stage_costs.computed(s, kind, shared, mode).seconds)
@@ -117,7 +117,7 @@ def _way(s: Setting, predictor: Predictor, position: int) -> list[tuple[int, str
     steps = [
         (price, order, number, mode)
         for number in blocks
-        for order, (price, mode) in enumerate(curves[predictor.mixed(number)])
+        for order, (price, mode) in enumerate(curves[predictor.second[number]])
     ]
     return [(number, mode) for _, _, number, mode in sorted(steps, key=lambda step: step[:3])]
 

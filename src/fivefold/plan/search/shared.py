@@ -26,7 +26,8 @@ Key = tuple[object, ...]
 
 
 class Share(NamedTuple):
-    """A part of the model: blocks without and with experts, what comes before the blocks and what comes behind."""
+    """A part of the model: blocks of the first and of the second kind (`Card.second`), what comes before the blocks and
+    what comes behind."""
 
     plain: float
     mixed: float
@@ -54,15 +55,16 @@ class Costs(NamedTuple):
     def hidden(self, part: Share) -> float:
         """The most seconds of a part's microbatch that pairs hide, of waits for experts' rows. The parts of a whole
         hide no more together than the whole does."""
-        (forward, backward), mixed = self.of(part), self.mixed
-        there, back = part.mixed * mixed.rows_forward, part.mixed * mixed.rows_backward
+        (forward, backward), (plain, mixed) = self.of(part), self[:2]
+        there = part.plain * plain.rows_forward + part.mixed * mixed.rows_forward
+        back = part.plain * plain.rows_backward + part.mixed * mixed.rows_backward
         return min(there, backward - back) + min(back, forward - there)
 
 
 @dataclass(frozen=True)
 class Position:
     """The ranks of a pipeline position. part: of the model. before: that of the stages before its own. stages: blocks
-    (without, with experts) of each of its own."""
+    (of the first, of the second kind) of each of its own."""
 
     part: Share
     before: Share
@@ -71,7 +73,7 @@ class Position:
 
 
 class MicrobatchCost(NamedTuple):
-    """Costs of one microbatch on the slowest device. alone: of a block without and with experts on an average device.
+    """Costs of one microbatch on the slowest device. alone: of a block of each kind on an average device.
     slower: the slowest device beside the average."""
 
     costs: Costs
@@ -104,7 +106,7 @@ class SharedCosts:
 
     def __init__(self, model: ModelSection, cluster: Cluster, software: Software):
         self.model, self.cluster, self.software = model, cluster, software
-        self.mixed = card_of(model).mixed
+        self.second = card_of(model).second
         self.exact = bool(cluster.machine or software.documents)  # no price grows with its size alone
         self._operations: dict[Key, Operations] = {}
         self._microbatches: dict[Key, MicrobatchCost] = {}
@@ -135,9 +137,9 @@ class SharedCosts:
             parts, s = self.operations(one).parts, self.setting(one)
             elements = model_states.elements(self.model, one.layout)
             costs = {False: Cost(), True: Cost()}
-            for kind in set(self.mixed):
+            for kind in set(self.second):
                 costs[kind] = stage_costs.computed(s, kind, parts, x.recompute)
-                costs[kind] += self._summed(s, elements.blocks[self.mixed.index(kind)].computes)
+                costs[kind] += self._summed(s, elements.blocks[self.second.index(kind)].computes)
             last = parts.end + self._summed(s, elements.behind.computes + elements.tied.computes)
             alone, slower = (costs[False], costs[True]), slowest(x.ranks, s.cluster.device.spread)
             slowed = Costs(*(cost.slowed(slower) for cost in (*alone, parts.begin, last)))
@@ -165,7 +167,9 @@ class SharedCosts:
             parts = [(part.first, before), (part.last, behind), (part.last * (not part.first), tied)]
             for kind, number in ((False, part.plain), (True, part.mixed)):
                 if number:  # with as much frozen as any block of the kind has, so that a bound stays one
-                    alike = [block for mixed, block in zip(self.mixed, blocks, strict=True) if mixed == kind]
+                    alike = [
+                        block for second, block in zip(self.second, blocks, strict=True) if second == kind
+                    ]
                     a, b, c, d = map(max, zip(*(block.frozen for block in alike), strict=True))
                     parts.append((number, alike[0]._replace(frozen=(a, b, c, d))))
             counted = (elements.times(number) for number, elements in parts if number)
@@ -177,18 +181,18 @@ class SharedCosts:
         key = (layout.pp, layout.schedule, layout.virtual_stages, layout.bare_ends)
         if key not in self._positions:
             by_stage, positions = stages(self.model, layout, self.software.partition), []
-            kinds = [(len(numbers), sum(self.mixed[number] for number in numbers)) for numbers in by_stage]
-            blocks = [(count - mixed, mixed) for count, mixed in kinds]  # without and with experts
+            kinds = [(len(numbers), sum(self.second[number] for number in numbers)) for numbers in by_stage]
+            blocks = [(count - second, second) for count, second in kinds]
             for index in range(layout.pp):
                 held = stages_of(layout, index)
                 own = tuple(blocks[stage] for stage in held)
                 first, last = ends_of(layout, held)
                 ahead = blocks[: min(stage % (len(blocks) // layout.copies) for stage in held)]
-                (plain, mixed), (others, with_experts) = (
+                (plain, mixed), (others, of_second) = (
                     map(sum, zip((0, 0), *some, strict=True)) for some in (own, ahead)
                 )
                 part = Share(plain, mixed, first, last)
-                before = Share(others, with_experts, not first, False)
+                before = Share(others, of_second, not first, False)
                 positions.append(Position(part, before, own, index))
             self._positions[key] = tuple(positions)
         return self._positions[key]

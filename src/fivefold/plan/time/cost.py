@@ -21,7 +21,7 @@ from fivefold.precision import MASTER
 from fivefold.precision.fp8 import TENSOR
 from fivefold.schedules import timelines
 from fivefold.schedules.chunks import row_spans, spans
-from fivefold.schedules.ring_attention import messages
+from fivefold.schedules.ring_attention import slowest as slowest_turns
 from fivefold.sharding.sequence import some_queries
 from fivefold.sharding.units import ROWS
 
@@ -163,8 +163,9 @@ def message(sent: Message, s: Setting, backward: bool) -> float:
         return sent.calls * message(once, s, backward)
     among = s.group(sent.axis)
     if sent.what == "ring":
-        turns = len(messages(s.layout.cp, 0, s.card.causal, backward))
-        return turns * communication.send(sent.size / turns, among.nodes > 1, s.cluster)
+        shares = slowest_turns(s.layout.cp, s.card.causal, backward, sent.reach)
+        keys = sent.size / len(shares)
+        return sum(communication.send(share * keys, among.nodes > 1, s.cluster) for share in shares)
     return communication.collective(sent.what, sent.size, among, s.cluster, s.dtype)
 
 
@@ -200,7 +201,7 @@ def operation(op: Operation, s: Setting) -> Cost:
         else:
             inputs += second + gap
     if op.attention:
-        length, head = s.sizes.seen.tokens or s.model.seq_len, s.model.head_width
+        length, head = op.tokens or s.model.seq_len, s.model.head_width
         forward, inputs = (
             seconds
             + attention(op.attention, length, head, device, dtype, backward, parts, s.software.library)
@@ -242,7 +243,9 @@ def parts_beside(
         return spans(one.what == "all_gather", one.calls)
     if one.chunked:
         return row_spans(one.chunked == "results", one.calls, first, backward)
-    turns = len(messages(s.layout.cp, 0, s.card.causal, backward)) if one.what == "ring" else 1
+    turns = 1
+    if one.what == "ring":
+        turns = len(slowest_turns(s.layout.cp, s.card.causal, backward, one.reach))
     return tuple((turn / turns, (turn + 1) / turns) for turn in range(turns))
 
 

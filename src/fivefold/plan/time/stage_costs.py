@@ -45,9 +45,9 @@ class Parts:
     end: Cost
     blocks: dict[tuple[Kind, str, bool], Cost] = field(default_factory=dict)
 
-    def block(self, mixed: bool, s: Setting, mode: str) -> Cost:
+    def block(self, second: bool, s: Setting, mode: str) -> Cost:
         """Cost of a block, with what this mode recomputes."""
-        key = s.kind(mixed, mode), mode, saves_late(s.layout)
+        key = s.kind(second, mode), mode, saves_late(s.layout)
         if key not in self.blocks:
             self.blocks[key] = together(*self.operations[key[0]], s, *key[1:])
         return self.blocks[key]
@@ -65,17 +65,17 @@ def parts(s: Setting) -> Parts:
 
 def block_cost(s: Setting, number: int, shared: Parts) -> Cost:
     """Cost of a block for one microbatch, with ZeRO's communication per microbatch."""
-    cost = computed(s, s.card.is_mixed(number), shared, s.recompute[number])
+    cost = computed(s, s.card.second[number], shared, s.recompute[number])
     own = model_states.elements(s.model, s.layout).blocks[number]
     cost += accumulate(own.computes, s)
     return cost + per_microbatch(own, cost, s)
 
 
-def computed(s: Setting, mixed: bool, shared: Parts, mode: str) -> Cost:
+def computed(s: Setting, second: bool, shared: Parts, mode: str) -> Cost:
     """Cost of a block with this mode of recomputation for one microbatch, with the host time to issue its
     operations."""
     layout, machine = s.layout, s.cluster.machine
-    cost = shared.block(mixed, s, mode)
+    cost = shared.block(second, s, mode)
     if partitions(layout.offload, layout.recompute, layout.tp, layout.sp):
         # tensor-parallel ranks keep a part each of the input of a block that runs again, and gather it
         seconds = message(Message("all_gather", "tp", s.activation), s, True)
@@ -106,9 +106,9 @@ def saves_late(layout: Layout) -> bool:
 def recomputed(s: Setting) -> float:
     """FLOPs that backward repeats, as a share of the model's."""
     late, again, total = saves_late(s.layout), 0.0, sum(forward_flops(op) for op in s.work.end)
-    for (mixed, mode), count in Counter(zip(s.card.mixed, s.recompute, strict=True)).items():
+    for (second, mode), count in Counter(zip(s.card.second, s.recompute, strict=True)).items():
         used = region(mode, s.software)
-        for op in s.work.block[s.kind(mixed, mode)]:
+        for op in s.work.block[s.kind(second, mode)]:
             total += count * forward_flops(op)
             again += count * forward_flops(op) * used.repeated(op, late)
     return again / (3 * total)  # backward takes twice as many as forward
@@ -117,12 +117,12 @@ def recomputed(s: Setting) -> float:
 def stage_costs(s: Setting, shared: Parts | None = None) -> list[Cost]:
     """Cost of each pipeline stage for one microbatch. shared: the layout's `parts`, if already known."""
     shared = shared or parts(s)
-    elements, mixed, modes = model_states.elements(s.model, s.layout), s.card.mixed, s.recompute
+    elements, second, modes = model_states.elements(s.model, s.layout), s.card.second, s.recompute
     kinds: dict[tuple[bool, str], Cost] = {}
     sums: dict[tuple[tuple[bool, str], ...], Cost] = {}  # equal stages are summed once
     costs = []
     for numbers in s.stages:
-        blocks = tuple((mixed[number], modes[number]) for number in numbers)
+        blocks = tuple((second[number], modes[number]) for number in numbers)
         if blocks not in sums:
             for kind, number in zip(blocks, numbers, strict=True):
                 if kind not in kinds:

@@ -137,11 +137,11 @@ class _Step:
         self.sent.append(Message(lane, name, seconds, ready, needed, queue, held))
 
     def _block(self, number: int) -> _Part:
-        s, mixed, mode = self.s, self.s.card.is_mixed(number), self.s.recompute[number]
-        whole = stage_costs.computed(s, mixed, self.shared, mode)
+        s, second, mode = self.s, self.s.card.second[number], self.s.recompute[number]
+        whole = stage_costs.computed(s, second, self.shared, mode)
         own = model_states.elements(s.model, s.layout).blocks[number]
-        operations = list(zip(*self.shared.operations[s.kind(mixed, mode)], strict=True))
-        again = self.shared.block(mixed, s, mode).sent_backward - sum(c.sent_backward for _, c in operations)
+        operations = list(zip(*self.shared.operations[s.kind(second, mode)], strict=True))
+        again = self.shared.block(second, s, mode).sent_backward - sum(c.sent_backward for _, c in operations)
         whole += stage_costs.accumulate(own.computes, s)
         return _Part(f"blocks.{number}", operations, whole, again, self._each(own))
 

@@ -1,0 +1,150 @@
+"""Attention on a fused projection by what a core computes, on one rank or over several: with sinks, and caps on scores.
+
+A core (such as `OneRank`) computes attention of queries, keys and values with its log-sum-exp. A sink is then one more
+score of each query, whatever the core computed the others by.
+
+Legend: B batch, T sequence, t = T/c tokens of a rank, H query heads, K key-value heads, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from fivefold.kernels.blockwise_attention import (
+    NO_CAP,
+    NOT_CAUSAL,
+    PLAIN,
+    Documents,
+    Scores,
+    Shared,
+    has_flash,
+    one_document,
+    qkv_attention,
+)
+from fivefold.kernels.partial_attention import (
+    Queries,
+    attend,
+    attend_backward,
+    queries,
+    split_heads,
+    split_heads_backward,
+)
+
+
+def fused_attention(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    causal: bool,
+    recompute: bool = False,
+    documents: Documents | None = None,
+    scores: Scores = PLAIN,
+) -> Tensor:
+    """`qkv_attention`, with a cap or a sink by tiles or by flash attention, where these are. Raises UserError: the
+    kernel has not all of `scores`."""
+    if scores.soft_cap or scores.sink is not None:
+        flash = has_flash(qkv, qkv.shape[2] // (heads + 2 * kv_heads))
+        if flash:
+            scores.refuse(NO_CAP, ["soft_cap"])
+        if flash or qkv.device.type == "cpu":
+            return attended(qkv, cos, sin, OneRank(heads, kv_heads, causal), Sees(documents, scores))
+    return qkv_attention(qkv, heads, kv_heads, cos, sin, causal, recompute, documents, scores)
+
+
+class Sees(NamedTuple):
+    """What queries see: documents; window, cap and sink."""
+
+    documents: Documents | None
+    scores: Scores = PLAIN
+
+    def parts(self, q: Tensor, T: int) -> Documents | None:
+        """The documents of sequences of T tokens, q (B, ...); one each, if only a window hides keys."""
+        hides = self.documents is None and 0 < self.scores.window < T
+        return one_document(len(q), T, q.device) if hides else self.documents
+
+
+class OneRank(NamedTuple):
+    """The core of a rank that has whole sequences. A core has these fields and methods."""
+
+    heads: int
+    kv_heads: int
+    causal: bool
+
+    def attended(self, q: Tensor, kv: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+        """(out, lse) of queries (B, H, t, d), keys and values (2, B, K, t, d): (B, t, H d), and (B, H, t) in fp32. A
+        sink is not its concern."""
+        out, lse = attend(q, *kv, self.causal, self._tiles(q, sees), sees.scores.soft_cap)
+        return out.transpose(1, 2).flatten(2), lse
+
+    def backward(self, kept: Sequence[Any], dout: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+        """Gradients of q and kv. kept: q, kv, out, lse, and the number of the documents, if there are any
+        (`numbered`)."""
+        rows, tiles = of_output(*kept[:4], dout), self._tiles(kept[0], sees)
+        dq, dk, dv = attend_backward(rows, *kept[1], self.causal, tiles, sees.scores.soft_cap)
+        return dq, torch.stack((dk, dv)).to(dq.dtype)
+
+    def _tiles(self, q: Tensor, sees: Sees) -> Shared | None:
+        documents, whole = sees.parts(q, q.shape[2]), ((0, q.shape[2]),)
+        return documents and documents.shared(whole, whole, self.causal, q, sees.scores.window)
+
+
+def of_output(q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> Queries:
+    """The `Queries` of a backward pass. out, dout: (B, T, H d)."""
+    out, dout = (x.unflatten(2, (q.shape[1], -1)).transpose(1, 2).contiguous() for x in (out, dout))
+    return queries(q, dout, out, lse)
+
+
+def attended(qkv: Tensor, cos: Tensor | None, sin: Tensor | None, core: Any, sees: Sees) -> Tensor:
+    """Attention on one fused projection (B, t, (H + 2K) d), by a core, with a sink if there is one: (B, t, H d). Raises
+    UserError: a window without a causal mask."""
+    if not core.causal:
+        sees.scores.refuse(NOT_CAUSAL, ["window"])
+    sink, scores = sees.scores.sink, sees.scores._replace(sink=None)
+    return _Attended.apply(qkv, sink, cos, sin, core, Sees(sees.documents, scores))
+
+
+class _Attended(Function):
+    """Only this rank's queries, keys and values are kept. A sink takes a share of each query's probabilities, whatever
+    the core computes them by."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        sink: Tensor | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        core: Any,
+        sees: Sees,
+    ):
+        q, kv = split_heads(qkv, core.heads, core.kv_heads, cos, sin)
+        out, lse = core.attended(q, kv, sees)
+        if sink is not None:
+            whole = torch.logaddexp(lse, sink.float()[:, None])  # (B, H, t)
+            kept_BtH1 = (lse - whole).exp_().transpose(1, 2)[..., None]
+            out, lse = (out.unflatten(2, (core.heads, -1)) * kept_BtH1).to(out.dtype).flatten(2), whole
+        number = None if sees.documents is None else sees.documents.number
+        ctx.save_for_backward(q, kv, out, lse, number, cos, sin, sink)
+        ctx.core, ctx.sees = core, sees
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        *kept, cos, sin, sink = ctx.saved_tensors
+        dsink = None
+        if sink is not None:  # its value is 0
+            (_, _, out, lse, _), heads = kept, len(sink)
+            delta_BtH = (grads[0].float() * out).unflatten(2, (heads, -1)).sum(-1)
+            probability_BHt = (sink.float()[:, None] - lse).exp()
+            dsink = -(probability_BHt * delta_BtH.transpose(1, 2)).sum((0, 2)).to(sink.dtype)
+        dq, dkv = ctx.core.backward(kept, grads[0], ctx.sees)
+        return split_heads_backward(dq, dkv, cos, sin), dsink, *[None] * 4

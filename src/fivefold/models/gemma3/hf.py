@@ -1,0 +1,67 @@
+"""Maps our `gemma3` to `Gemma3ForCausalLM` (text) and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fivefold.models.hf import Entry, Fields, same
+from fivefold.models.llama import hf as llama
+from fivefold.models.olmo3 import hf as olmo3
+from fivefold.models.section import ModelSection
+
+MODEL_TYPE = "gemma3_text"
+ARCHITECTURE = "Gemma3ForCausalLM"
+TIED, rename = llama.TIED, llama.rename
+NORMS = ("input_layernorm", "pre_feedforward_layernorm")
+AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
+SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "hidden_activation": ("gelu_pytorch_tanh", None),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "use_bidirectional_attention": (False, None),
+    "attention_bias": (False, None),
+}
+FIELDS: Fields = llama.FIELDS | {
+    "num_attention_heads": ("heads", 8),
+    "num_key_value_heads": ("kv_heads", 4),
+    "max_position_embeddings": ("seq_len", 131072),
+    "tie_word_embeddings": ("tie_embeddings", True),
+}
+WIDTH = 256
+"""Of a head, in a file that does not say it."""
+
+
+def entries(model: ModelSection) -> list[Entry]:
+    """Scales of norms are added to 1 in both."""
+    table = llama.entries(model, NORMS)
+    for i in range(model.layers):
+        ours, theirs = f"blocks.{i}", f"model.layers.{i}"
+        for kind in "qk":
+            table += same(f"{ours}.attention.norm_{kind}", f"{theirs}.self_attn.{kind}_norm")
+        for number, name in enumerate(AFTER, 1):
+            table += same(f"{ours}.norm{number}_after", f"{theirs}.{name}")
+    return [
+        replace(e, ours=e.ours.removesuffix("weight") + "delta") if "norm" in e.ours else e for e in table
+    ]
+
+
+def to_config(model: ModelSection) -> dict[str, Any]:
+    """Theirs has a padding token by default, whose row of the embedding gets no gradient."""
+    config = {key: value for key, value in llama.decoder(model).items() if key != "hidden_act"}
+    scale = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": model.head_width}
+    older = {"rope_local_base_freq": (model.local or model).rope_theta}  # transformers 4
+    return config | scale | older | olmo3.windows(model) | {"attention_bias": False, "pad_token_id": None}
+
+
+def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    return olmo3.from_windows({"head_dim": WIDTH, **config}, every=6, theta=1e6, local=1e4)
+
+
+def problems(config: Mapping[str, Any]) -> list[str]:
+    """Those of rotary positions, and scores with another factor than one by a head's width."""
+    found, width = olmo3.problems(config), config.get("head_dim", WIDTH)
+    if (scale := config.get("query_pre_attn_scalar", WIDTH)) != width:
+        found.append(f"query_pre_attn_scalar = {scale}; only head_dim = {width} is supported")
+    return found

@@ -1,0 +1,10 @@
+"""OLMo 3 as data: see module.py for the paper. No torch."""
+
+from __future__ import annotations
+
+from fivefold.models.olmo2 import card as olmo2
+
+
+class Card(olmo2.Card):
+    summary = "olmo2 with sliding windows in most blocks"
+    windows = local_rotation = True

@@ -1,0 +1,33 @@
+"""Small models of families that differ from others by few options, for tests that go over architectures."""
+
+from typing import Any
+
+from fivefold.recipe import ModelSection
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 5},
+    "qwen2": {},
+    "smollm3": {"no_rope_every": 2},
+    "olmo3": {
+        "sliding_window": 5,
+        "full_every": 2,
+        "rope_local_theta": 10000.0,
+        "rope_factor": 4.0,
+        "rope_scaling": "yarn",
+        "rope_high": 32.0,
+        "rope_context": 16,
+    },
+    "phi3": {"sliding_window": 7, "rotary_dim": 4},
+    "gemma3": {"sliding_window": 6, "full_every": 2, "rope_local_theta": 100.0, "head_dim": 10},
+    "glm4": {"rotary_dim": 4},
+}
+"""Fields of `[model]` besides sizes. Heads are at least 8 wide."""
+
+
+def overrides(arch: str) -> list[str]:
+    """A family as a recipe's settings."""
+    return [f"model.arch={arch}", *(f"model.{name}={value}" for name, value in FAMILIES[arch].items())]
+
+
+def small(arch: str, **fields: Any) -> ModelSection:
+    return ModelSection(**{"arch": arch, "kv_heads": 2} | FAMILIES[arch] | fields)
