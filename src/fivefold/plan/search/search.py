@@ -93,6 +93,7 @@ class Search:
         self.space, self.bounds, self.most, self.below = space, bounds, most, below
         self.lost = self.tried = 0
         self._heap: list[tuple[float, float, Order, int, Any]] = []
+        self._known = bounds.known.setdefault(space, {})
 
     def plans(self) -> Iterator[Plan]:
         """Every plan that fits, fastest first. Among equally fast ones the smaller comes first."""
@@ -111,18 +112,22 @@ class Search:
         return min(plans, key=lambda plan: plan.step.seconds, default=None)
 
     def _start(self) -> None:
+        ways = len(self.space.modes) * len(self.space.precisions)
         for number, (seconds, size, choice) in enumerate(self.bounds.starts(self.space)):
             if size <= self.most:
-                self._push(seconds, 0, (number,), choice)
+                self._push(seconds, 0, (number // ways, 0, number % ways), choice)
             else:
-                self.lost += self.space.kinds(choice.layout)
+                self._lose(choice, len(self.space.microbatches(choice.layout)))
+
+    def _lose(self, c: Choice, times: int = 1) -> None:
+        self.lost += times * self.space.kinds(c.layout)
 
     def _refine(self) -> Plan | None:
         """Refines the entry with the lowest bound. Returns it if it is a full prediction."""
         seconds, _, order, level, what = heapq.heappop(self._heap)
         if level == PRICED:
             return what
-        levels = (self._shape, self._average, self._schedules, self._sharings, self._pipeline, self._price)
+        levels = (self._sizes, self._shape, self._schedules, self._sharings, self._pipeline, self._price)
         levels[level](seconds, order, what)
         return None
 
@@ -130,24 +135,44 @@ class Search:
         if seconds < self.below:
             heapq.heappush(self._heap, (seconds, peak, order, level, what))
 
-    def _shape(self, seconds: float, order: Order, c: Choice) -> None:
-        if self.bounds.bytes.shape(c, self.space) <= self.most:
-            self._push(max(seconds, self.bounds.shape(c, self.space)), 1, order, c)
-        else:
-            self.lost += self.space.kinds(c.layout)
+    def _once(self, order: Order, bound: Callable[..., float], *of: Any) -> float:
+        """A bound of an entry, which all searches of the space find once."""
+        key = order, bound.__func__
+        if key not in self._known:
+            self._known[key] = bound(*of)
+        return self._known[key]
 
-    def _average(self, seconds: float, order: Order, c: Choice) -> None:
-        self._push(max(seconds, self.bounds.average(c, self.space)), 2, order, c)
+    def _sizes(self, seconds: float, order: Order, c: Choice) -> None:
+        """A choice with this size of a microbatch, and the next larger one, whose bound is no less."""
+        first, index, last = order
+        space, bounds = self.space, self.bounds
+        every, exact = space.microbatches(c.layout)[index + 1 :], bounds.shared.exact
+        for number, B in enumerate(every if exact else every[:1], index + 1):
+            one, place = space.choice(c.layout, B, c.mode), (first, number, last)
+            self._push(
+                self._once(place, bounds.shape if exact else bounds.start, one, space), int(exact), place, one
+            )
+        if self._once(order, bounds.bytes.start, c, space) <= self.most:
+            self._push(seconds, 1, order, c)
+        else:
+            self._lose(c)
+
+    def _shape(self, seconds: float, order: Order, c: Choice) -> None:
+        if self._once(order, self.bounds.bytes.shape, c, self.space) <= self.most:
+            self._push(max(seconds, self._once(order, self.bounds.shape, c, self.space)), 2, order, c)
+        else:
+            self._lose(c)
 
     def _schedules(self, seconds: float, order: Order, c: Choice) -> None:
         lean = self.space.leanest(c.layout)
         for number, way in enumerate(self.space.schedules(c.layout)):
+            place = (*order, number)
             smallest = changed(c, layout=changed(lean, **way))
-            if self.bounds.bytes.of(smallest, buffers=False) > self.most:
+            if self._once(place, self.bounds.bytes.of, smallest, False) > self.most:
                 self.lost += len(self.space.ways_to_share(c.layout))
                 continue
             one = changed(c, layout=changed(c.layout, **way))
-            self._push(max(seconds, self.bounds.schedule(one, self.space)), 3, (*order, number), one)
+            self._push(max(seconds, self._once(place, self.bounds.schedule, one, self.space)), 3, place, one)
 
     def _sharings(self, seconds: float, order: Order, c: Choice) -> None:
         for number, layout in enumerate(self.space.sharings(c.layout)):
@@ -175,12 +200,14 @@ class Search:
         the least bounds first."""
         space, least = self.space, self.bounds.bytes
         heap = list[tuple[float, tuple[int, ...], int, Choice]]()
-        heap += ((least.start(c, space), (number,), 0, c) for number, c in enumerate(space.starts()))
+        heap += ((size, (number,), -1, c) for number, (_, size, c) in enumerate(self.bounds.starts(space)))
         heapq.heapify(heap)
         while heap and heap[0][0] <= most:
             _, order, level, c = heapq.heappop(heap)
             found = list[tuple[float, Choice]]()
-            if level == 0:
+            if level == -1:
+                found += ((least.start(one, space), one) for one in space.sizes(c))
+            elif level == 0:
                 found.append((least.shape(c, space), c))
             elif level == 1:
                 lean = space.leanest(c.layout)
@@ -320,14 +347,11 @@ def offloaded(space: Space, bounds: Bounds) -> list[Plan]:
     """The layouts, fastest first, that fit if they offload something, where none fits without. They are among those
     with the least bytes, and with the least seconds, for each size of a microbatch."""
     by_size: dict[int, list[Choice]] = {}
-    for c in space.starts():
+    for c in (one for start in space.starts() for one in space.sizes(start)):
         by_size.setdefault(c.B, []).append(c)
-    found = []
+    found, ways = [], ((bounds.start, bounds.shape), (bounds.bytes.start, bounds.bytes.shape))
     for starts in by_size.values():
-        least = (
-            heapq.nsmallest(FEW, starts, key=partial(bound, space=space))
-            for bound in (bounds.shape, bounds.bytes.shape)
-        )
+        least = (islice(_least(starts, *(partial(way, space=space) for way in both)), FEW) for both in ways)
         for c in dict.fromkeys(c for each in least for c in each):
             schedules = space.schedules(c.layout)[:FEW]
             for layout in {c.layout, space.leanest(c.layout)}:
@@ -339,6 +363,20 @@ def offloaded(space: Space, bounds: Bounds) -> list[Plan]:
                     if other and space.allows(one):
                         found.append(price(bounds.setting(one)))
     return sorted((plan for plan in found if plan.fits), key=lambda plan: plan.step.seconds)
+
+
+def _least(
+    choices: Sequence[Choice], start: Callable[[Choice], float], bound: Callable[[Choice], float]
+) -> Iterator[Choice]:
+    """The choices by a bound, the least first. start: no more than that."""
+    heap = [(start(c), 0, number) for number, c in enumerate(choices)]
+    heapq.heapify(heap)
+    while heap:
+        _, known, number = heapq.heappop(heap)
+        if known:
+            yield choices[number]
+        else:
+            heapq.heappush(heap, (bound(choices[number]), 1, number))
 
 
 def fewest_devices(
