@@ -221,7 +221,7 @@ def bounds_of(space: Space) -> Bounds:
 @pytest.mark.parametrize(
     ("name", "sets", "cluster"),
     [
-        ("llama3-8b", ["model.layers=4", "train.global_batch_size=12"], "h100:8x2"),
+        ("llama3-8b", ["model.layers=4", "model.seq_len=65536", "train.global_batch_size=4"], "h100:8x2"),
         pytest.param(
             "deepseek-v3",
             ["model.layers=8", "train.global_batch_size=24", "precision.mode=fp8"],

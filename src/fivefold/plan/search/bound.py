@@ -254,6 +254,7 @@ class LeastBytes:
         self.shared = shared
         self._positions: dict[Key, tuple[Held, ...]] = {}
         self._fewest: dict[Key, list[tuple[Held, ...]]] = {}
+        self._firsts: dict[Key, Held] = {}
         self._any: dict[Key, list[list[Held]]] = {}
         self._states: dict[Key, dict[Key, tuple[float, float, Buffers]]] = {}
 
@@ -267,16 +268,30 @@ class LeastBytes:
         x = c.layout
         key = (x.pp, x.dp, x.tp > 1, x.cp > 1, x.ep > 1)
         if key not in self._any:
-            every = [
-                (one.B, rank) for one in space.sizes(c) for way in self._ways(one, space) for rank in way[:1]
-            ]
-            part = Share(*map(min, zip(*(rank.part for _, rank in every), strict=True)))
-            live = Live(*map(min, zip(*(rank.times(B).live for B, rank in every), strict=True)))
-            self._any[key] = [
-                [Held(part, live, False, True, once)] for once in {rank.once for _, rank in every}
-            ]
+            every = [self._first(one, space).times(one.B) for one in space.sizes(c)]
+            apart = ([rank for rank in every if rank.once == once] for once in (True, False))
+            self._any[key] = [[_smallest(ranks)] for ranks in apart if ranks]
         lean = changed(c, layout=space.leanest(x))
         return self._most(lean, self._scaled(c), self._any[key], False)
+
+    def light(self, c: Choice, space: Space) -> float:
+        """By which layouts are chosen that offload something, which is no bound: bytes of the least of everything that
+        the first rank holds under any schedule."""
+        x, rank = c.layout, self._first(c, space)
+        settled = c.count >= 4 * x.pp and c.count % x.pp == 0
+        lean, part = changed(c, layout=space.leanest(x)), rank.part._replace(last=False)
+        rank = rank._replace(part=part, live=rank.live._replace(begin=0, end=0), settles=settled)
+        return self._most(lean, self.shared.bytes(c), [[rank]], False)
+
+    def _first(self, c: Choice, space: Space) -> Held:
+        """The least of everything that the first rank holds under any schedule."""
+        x = c.layout
+        key = (x.pp, c.count, x.tp > 1, x.cp > 1, x.ep > 1)
+        if key not in self._firsts:
+            ways = [changed(c, layout=changed(x, **way)) for way in space.schedules(x)]
+            held = [_held(one, self.shared.positions(one.layout)[0]) for one in ways]
+            self._firsts[key] = _smallest(held)
+        return self._firsts[key]
 
     def start(self, c: Choice, space: Space) -> float:
         """`shape` or less, as `Bounds.start`."""
@@ -328,8 +343,6 @@ class LeastBytes:
         key = (x.pp, x.schedule, x.virtual_stages, x.bare_ends, c.count)
         if key not in self._positions:
             every = [_held(c, at) for at in self.shared.positions(x)]
-            # a second copy of the model may have no microbatch: not the end of one that `memory.at_peak` subtracts
-            every = [one for one in every if one.live.end >= one.part.last]
             most = max(every, key=lambda one: one.live.plain + one.live.mixed)
             blocks = max(every, key=lambda one: one.part.plain + one.part.mixed)
             self._positions[key] = (*dict.fromkeys((every[0], most, blocks)),)
@@ -397,6 +410,13 @@ class Held(NamedTuple):
         return sum(self.amounts())
 
 
+def _smallest(ranks: Sequence[Held]) -> Held:
+    """The least of each that ranks hold."""
+    part = Share(*map(min, zip(*(rank.part for rank in ranks), strict=True)))
+    live = Live(*map(min, zip(*(rank.live for rank in ranks), strict=True)))
+    return Held(part, live, False, True, ranks[0].once)
+
+
 def _held(c: Choice, at: Position) -> Held:
     x, counts = c.layout, ((1,), (0,))
     if x.pp > 1:
@@ -408,6 +428,10 @@ def _held(c: Choice, at: Position) -> Held:
             *(owed * some for some in blocks),
         )
         live = [*map(operator.add, live, one)]
+    if (
+        live[3] < at.part.last
+    ):  # `memory.at_peak` subtracts the end of one, but a second copy of the model may have none
+        live = [0] * len(live)
     return Held(at.part, Live(*live), _settles(c, at.number), len(at.stages) > 1, c.count == 1)
 
 

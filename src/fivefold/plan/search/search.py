@@ -200,7 +200,7 @@ class Search:
         the least bounds first."""
         space, least = self.space, self.bounds.bytes
         heap = list[tuple[float, tuple[int, ...], int, Choice]]()
-        heap += ((size, (number,), -1, c) for number, (_, size, c) in enumerate(self.bounds.starts(space)))
+        heap += ((least.least(c, space), (number,), -1, c) for number, c in enumerate(space.starts()))
         heapq.heapify(heap)
         while heap and heap[0][0] <= most:
             _, order, level, c = heapq.heappop(heap)
@@ -349,12 +349,14 @@ def offloaded(space: Space, bounds: Bounds) -> list[Plan]:
     by_size: dict[int, list[Choice]] = {}
     for c in (one for start in space.starts() for one in space.sizes(start)):
         by_size.setdefault(c.B, []).append(c)
-    found, ways = [], ((bounds.start, bounds.shape), (bounds.bytes.start, bounds.bytes.shape))
+    found = []
     for starts in by_size.values():
-        least = (islice(_least(starts, *(partial(way, space=space) for way in both)), FEW) for both in ways)
-        for c in dict.fromkeys(c for each in least for c in each):
+        start, shape = (partial(bound, space=space) for bound in (bounds.start, bounds.shape))
+        light = heapq.nsmallest(FEW, starts, key=partial(bounds.bytes.light, space=space))
+        least = (*islice(_least(starts, start, shape), FEW), *light)
+        for c in dict.fromkeys(least):
             schedules = space.schedules(c.layout)[:FEW]
-            for layout in {c.layout, space.leanest(c.layout)}:
+            for layout in dict.fromkeys((c.layout, space.leanest(c.layout))):
                 for way, offload, update in product(schedules, OFFLOADS, (BESIDE, EARLY)):
                     window = 0 if OFFLOADS[offload].working != "device" else WINDOW
                     how = {"offload": offload, "offload_update": update, "offload_window": window}
