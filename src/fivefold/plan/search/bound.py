@@ -3,8 +3,9 @@ win without pricing them. No bound may exceed the prediction of `predict.price`.
 
 from __future__ import annotations
 
+import heapq
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -82,6 +83,18 @@ class Bounds:
                 for c in space.starts()
             ]
         return self._starts[space]
+
+    def fastest(self, choices: Sequence[Choice], space: Space) -> Iterator[Choice]:
+        """Those with the least `shape` first."""
+        exact = self.shared.exact
+        heap = [(0.0 if exact else self.start(c, space), 0, number) for number, c in enumerate(choices)]
+        heapq.heapify(heap)
+        while heap:
+            _, known, number = heapq.heappop(heap)
+            if known:
+                yield choices[number]
+            else:
+                heapq.heappush(heap, (self.shape(choices[number], space), 1, number))
 
     def start(self, c: Choice, space: Space) -> float:
         """`shape` or less, and no more than for a larger microbatch: by what a sequence takes in one of `MANY`, found

@@ -27,7 +27,7 @@ from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.memory import model_states
 from fivefold.plan.predict import Plan, for_recipe, held, limit, price, resolved, with_stalls
 from fivefold.plan.predict import within as within_budget
-from fivefold.plan.search.bound import Bounds
+from fivefold.plan.search.bound import Bounds, LeastBytes
 from fivefold.plan.search.space import Choice, Space
 from fivefold.plan.setting import Software, mode_of, software_of
 from fivefold.plan.time import stage_costs
@@ -136,8 +136,8 @@ class Search:
             heapq.heappush(self._heap, (seconds, peak, order, level, what))
 
     def _once(self, order: Order, bound: Callable[..., float], *of: Any) -> float:
-        """A bound of an entry, which all searches of the space find once."""
-        key = order, bound.__func__
+        """A bound of an entry, which all searches of the space find once. bound: a method of a class."""
+        key = order, bound
         if key not in self._known:
             self._known[key] = bound(*of)
         return self._known[key]
@@ -145,34 +145,34 @@ class Search:
     def _sizes(self, seconds: float, order: Order, c: Choice) -> None:
         """A choice with this size of a microbatch, and the next larger one, whose bound is no less."""
         first, index, last = order
-        space, bounds = self.space, self.bounds
-        every, exact = space.microbatches(c.layout)[index + 1 :], bounds.shared.exact
+        space, bounds, exact = self.space, self.bounds, self.bounds.shared.exact
+        every = space.microbatches(c.layout)[index + 1 :]
         for number, B in enumerate(every if exact else every[:1], index + 1):
             one, place = space.choice(c.layout, B, c.mode), (first, number, last)
-            self._push(
-                self._once(place, bounds.shape if exact else bounds.start, one, space), int(exact), place, one
-            )
-        if self._once(order, bounds.bytes.start, c, space) <= self.most:
+            more = self._once(place, Bounds.shape if exact else Bounds.start, bounds, one, space)
+            self._push(more, int(exact), place, one)
+        if self._once(order, LeastBytes.start, bounds.bytes, c, space) <= self.most:
             self._push(seconds, 1, order, c)
         else:
             self._lose(c)
 
     def _shape(self, seconds: float, order: Order, c: Choice) -> None:
-        if self._once(order, self.bounds.bytes.shape, c, self.space) <= self.most:
-            self._push(max(seconds, self._once(order, self.bounds.shape, c, self.space)), 2, order, c)
+        bounds, space = self.bounds, self.space
+        if self._once(order, LeastBytes.shape, bounds.bytes, c, space) <= self.most:
+            self._push(max(seconds, self._once(order, Bounds.shape, bounds, c, space)), 2, order, c)
         else:
             self._lose(c)
 
     def _schedules(self, seconds: float, order: Order, c: Choice) -> None:
-        lean = self.space.leanest(c.layout)
-        for number, way in enumerate(self.space.schedules(c.layout)):
+        bounds, space, lean = self.bounds, self.space, self.space.leanest(c.layout)
+        for number, way in enumerate(space.schedules(c.layout)):
             place = (*order, number)
             smallest = changed(c, layout=changed(lean, **way))
-            if self._once(place, self.bounds.bytes.of, smallest, False) > self.most:
-                self.lost += len(self.space.ways_to_share(c.layout))
+            if self._once(place, LeastBytes.of, bounds.bytes, smallest, False) > self.most:
+                self.lost += len(space.ways_to_share(c.layout))
                 continue
             one = changed(c, layout=changed(c.layout, **way))
-            self._push(max(seconds, self._once(place, self.bounds.schedule, one, self.space)), 3, place, one)
+            self._push(max(seconds, self._once(place, Bounds.schedule, bounds, one, space)), 3, place, one)
 
     def _sharings(self, seconds: float, order: Order, c: Choice) -> None:
         for number, layout in enumerate(self.space.sharings(c.layout)):
@@ -351,9 +351,8 @@ def offloaded(space: Space, bounds: Bounds) -> list[Plan]:
         by_size.setdefault(c.B, []).append(c)
     found = []
     for starts in by_size.values():
-        start, shape = (partial(bound, space=space) for bound in (bounds.start, bounds.shape))
         light = heapq.nsmallest(FEW, starts, key=partial(bounds.bytes.light, space=space))
-        least = (*islice(_least(starts, start, shape), FEW), *light)
+        least = (*islice(bounds.fastest(starts, space), FEW), *light)
         for c in dict.fromkeys(least):
             schedules = space.schedules(c.layout)[:FEW]
             for layout in dict.fromkeys((c.layout, space.leanest(c.layout))):
@@ -365,20 +364,6 @@ def offloaded(space: Space, bounds: Bounds) -> list[Plan]:
                     if other and space.allows(one):
                         found.append(price(bounds.setting(one)))
     return sorted((plan for plan in found if plan.fits), key=lambda plan: plan.step.seconds)
-
-
-def _least(
-    choices: Sequence[Choice], start: Callable[[Choice], float], bound: Callable[[Choice], float]
-) -> Iterator[Choice]:
-    """The choices by a bound, the least first. start: no more than that."""
-    heap = [(start(c), 0, number) for number, c in enumerate(choices)]
-    heapq.heapify(heap)
-    while heap:
-        _, known, number = heapq.heappop(heap)
-        if known:
-            yield choices[number]
-        else:
-            heapq.heappush(heap, (bound(choices[number]), 1, number))
 
 
 def fewest_devices(
@@ -512,15 +497,3 @@ def frontier(found: Found) -> list[Plan]:
     while plans and (following := found.within(plans[-1].peak_bytes - gap)):
         plans.append(following)
     return plans[::-1]
-
-
-def as_rows(plans: Sequence[Plan]) -> list[dict[str, Any]]:
-    """Rows of the page's table, one per plan."""
-    return [
-        {
-            "peak": plan.peak_bytes,
-            "tokens_per_s": plan.tokens_per_s,
-            "words": f"{to_text(plan.layout)}, microbatch {plan.setting.sizes.B}",
-        }
-        for plan in plans
-    ]
