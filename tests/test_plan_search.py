@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from marks import only
+from marks import only, slow
 
 from fivefold.errors import UserError
 from fivefold.plan import setting
@@ -138,7 +138,7 @@ def priced(case: str) -> tuple[Space, Bounds, list[tuple[Choice, Plan]]]:
             else parse(cluster)
         )
         space = space_of(small(overrides), machine)
-        bounds = Bounds(space.recipe.model, space.cluster, setting.software_of(space.cluster))
+        bounds = bounds_of(space)
         _priced[case] = space, bounds, [(c, price(bounds.setting(c))) for c in choices(space)]
     return _priced[case]
 
@@ -216,11 +216,62 @@ def test_no_bound_exceeds_what_it_is_a_bound_of(case: str) -> None:
         assert bounds.bytes.shape(shape, space) <= plan.peak_bytes + 1, c
         assert bounds.bytes.of(lean, buffers=False) <= plan.peak_bytes + 1, c
         assert bounds.bytes.of(c) <= plan.peak_bytes + 1, c
-        assert bounds.start(shape, space) <= bounds.shape(shape, space), c
-        assert bounds.bytes.start(shape, space) <= bounds.bytes.shape(shape, space), c
-        for bound in (bounds.shape(shape, space), bounds.average(shape, space), bounds.schedule(c, space)):
-            assert bound <= plan.step.seconds, c
-        assert max(bounds.sharing(c), bounds.simulated(c)) <= plan.step.seconds, c
+        of_time = (
+            bounds.shape(shape, space),
+            bounds.schedule(c, space),
+            bounds.sharing(c),
+            bounds.simulated(c),
+        )
+        assert max(of_time) <= plan.step.seconds, c
+
+
+def bounds_of(space: Space) -> Bounds:
+    return Bounds(space.recipe.model, space.cluster, setting.software_of(space.cluster))
+
+
+@pytest.mark.parametrize(
+    ("name", "sets", "cluster"),
+    [
+        ("llama3-8b", ["model.layers=4", "model.seq_len=65536", "train.global_batch_size=4"], "h100:8x2"),
+        pytest.param(
+            "deepseek-v3",
+            ["model.layers=8", "train.global_batch_size=24", "precision.mode=fp8"],
+            "h100:8x2",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("mixtral-8x7b", ["model.layers=6"], "a100:8x8", marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_sequence_takes_in_a_huge_microbatch_bounds_all_sizes(
+    name: str, sets: list[str], cluster: str
+) -> None:
+    """Of models of real widths, where matmuls fill the device and single sequences are copied less (`batch_first`):
+    no bound of a start exceeds that of any of its sizes, and no size takes less than a smaller one."""
+    space = space_of(load(name, ["train.microbatch_size=none", *sets], "dp=1"), parse(cluster))
+    bounds = bounds_of(space)
+    for seconds, size, start in bounds.starts(space):
+        for c in space.sizes(start):
+            assert seconds <= bounds.start(c, space) * (1 + 1e-12), c
+            assert bounds.start(c, space) <= bounds.shape(c, space), c
+            assert size <= bounds.bytes.start(c, space) <= bounds.bytes.shape(c, space), c
+
+
+@pytest.mark.parametrize("pp", [2, *slow(8, 16)])
+def test_bounds_of_bytes_under_all_schedules(pp: int) -> None:
+    """With few and many microbatches, as with one and two copies of the model; for a microbatch as large as it is, and
+    by what a sequence takes in a huge one."""
+    space = space_of(load("llama-7b", ["train.global_batch_size=960"], "dp=1"), parse("h100:16"))
+    bounds = bounds_of(space)
+    for way, count, zero in itertools.product(space.schedules(Layout(pp=pp)), (1, 2, 5, 4 * pp), (0, 1, 3)):
+        plain = Layout(pp=pp, dp_replicate=16 // pp)
+        if zero and pp == 16:
+            continue
+        dp = {"dp_replicate": 1, "dp_shard": 16 // pp} if zero else {}
+        c = Choice(replace(plain, **way, **dp, zero=zero), 2, count, "bf16")
+        peak = max(found.total for found in held(bounds.setting(c)))
+        shape = replace(c, layout=plain)
+        assert bounds.bytes.of(c) <= peak + 1, c
+        assert bounds.bytes.start(shape, space) <= bounds.bytes.shape(shape, space) <= peak + 1, c
 
 
 @every_case
@@ -264,6 +315,33 @@ def test_what_does_not_fit_is_counted() -> None:
     assert run.lost == space.size
     smallest, known = run.smallest()
     assert (smallest.peak_bytes, known) == (least, True)
+
+
+@pytest.mark.parametrize(
+    "case", ["two dtypes, tied", *(pytest.param(c, marks=pytest.mark.slow) for c in CASES | SLOW)]
+)
+def test_by_bytes_no_layout_takes_less_than_was_said_of_those_to_come(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All come once; with a limit, all that fit. So the smallest is sure when it is said to be, and only then."""
+    space, bounds, all_of_them = priced(case)
+    peaks = {(c.layout, c.B, c.mode): plan.peak_bytes for c, plan in all_of_them}
+    rest, found, limited = 0.0, dict[object, float](), sorted(peaks.values())[len(peaks) // 3]
+    for size, least, c in Search(space, bounds, 0).by_bytes():
+        assert rest <= size + 1
+        assert round(size) == peaks[c.layout, c.B, c.mode]
+        rest, found[c.layout, c.B, c.mode] = least, size
+    assert found.keys() == peaks.keys()
+    few = {(c.layout, c.B, c.mode) for _, _, c in Search(space, bounds, 0).by_bytes(limited)}
+    assert few >= {key for key, peak in peaks.items() if peak < limited}
+    assert len(few) < len(peaks)
+    said = dict[int, bool]()
+    for counted in (1, len(peaks)):
+        monkeypatch.setattr(searching, "COUNTED", counted)
+        plan, said[counted] = Search(space, bounds, 0).smallest()
+        assert not said[counted] or plan.peak_bytes == min(peaks.values())
+    size, rest, _ = next(Search(space, bounds, 0).by_bytes())
+    assert said == {1: size <= rest, len(peaks): True}
 
 
 def test_best_first_and_all_fit() -> None:

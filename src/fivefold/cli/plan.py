@@ -314,6 +314,7 @@ def write_page(path: Path, recipe: Recipe, typed: Typed, frontier: Sequence[Plan
     from fivefold.observe.timelines import pipeline_svg
     from fivefold.plan.pages import grid
     from fivefold.plan.pages import page as plan_page
+    from fivefold.plan.pages.page import as_rows
     from fivefold.plan.pages.pictures import (
         drawn_microbatches,
         frontier_svg,
@@ -322,7 +323,6 @@ def write_page(path: Path, recipe: Recipe, typed: Typed, frontier: Sequence[Plan
         pictures,
         roofline_svg,
     )
-    from fivefold.plan.search.search import as_rows
     from fivefold.recipe import count_parameters
 
     center = grid.base(recipe, typed.cluster, typed.given)

@@ -134,17 +134,16 @@ class MicrobatchBytes(NamedTuple):
     """Bytes of one microbatch on a rank.
 
     plain, mixed: kept from forward to backward by a block of the first and of the second kind (`Card.second`). begin,
-    end: kept by the layers before and behind the blocks. freed: the part of `end` that is gone before the last block's
-    backward. owed_plain, owed_mixed: kept by a block from I to W. again: recomputed in a block's backward. inside,
-    loss: workspace of a block's backward, and of the loss. stream: the activation between two blocks. tokens: inputs
-    and targets.
+    end: kept by the layers before and behind the blocks. owed_plain, owed_mixed: kept by a block from I to W. again:
+    recomputed in a block's backward. inside, loss: workspace of a block's backward, and of the loss. stream: the
+    activation between two blocks. tokens: inputs and targets. freed: the part of `end` that is gone before the last
+    block's backward.
     """
 
     plain: float
     mixed: float
     begin: float
     end: float
-    freed: float
     owed_plain: float
     owed_mixed: float
     again: float
@@ -152,6 +151,7 @@ class MicrobatchBytes(NamedTuple):
     loss: float
     stream: float
     tokens: float
+    freed: float
 
 
 def microbatch(s: Setting, sums: Sums, recompute: str) -> MicrobatchBytes:
@@ -176,7 +176,6 @@ def microbatch(s: Setting, sums: Sums, recompute: str) -> MicrobatchBytes:
         mixed,
         _of(sums.begin, outside),
         _of(sums.end, behind),
-        _of(sums.head, behind),
         kinds[False].owed,
         kinds[True].owed,
         again,
@@ -184,6 +183,7 @@ def microbatch(s: Setting, sums: Sums, recompute: str) -> MicrobatchBytes:
         sums.loss,
         stream,
         2 * 8 * s.sizes.N * (1 + s.card.further),
+        _of(sums.head, behind),
     )
 
 

@@ -23,7 +23,16 @@ from fivefold.schedules.collectives.registry import AUTO, CHOICES, LIBRARY, chos
 from fivefold.schedules.compression import compressor
 from fivefold.sharding.layout import Layout, changed, groups
 from fivefold.sharding.matrices import sizes_sent
-from fivefold.sharding.parts import TIED, ends_of, held, local_parameters, sharing_group, size_of, stages_of
+from fivefold.sharding.parts import (
+    TIED,
+    Local,
+    ends_of,
+    held,
+    local_parameters,
+    sharing_group,
+    size_of,
+    stages_of,
+)
 from fivefold.sharding.tiers import OFFLOADS
 from fivefold.sharding.units import buffer_order, regathers, scattered_once, syncs, updated_together, zeropp
 
@@ -171,24 +180,32 @@ def elements(model: ModelSection, layout: Layout) -> ModelElements:
 @lru_cache(maxsize=4096)
 def _elements(model: ModelSection, tp: int, ep: int, sp: bool, shards: int, shared: bool) -> ModelElements:
     layout = Layout(tp=tp, ep=ep, sp=sp, dp_shard=shards, zero=int(shared))
-    kinds: dict[str, Elements] = {}
     blocks = [Elements() for _ in range(model.depth)]
     before = behind = Elements()
-    frozen = card_of(model).frozen
-    for name, local in local_parameters(card_of(model), layout).items():
-        expert = ep > 1 and local.axis == "ep"
-        size, part = local.size, local.share(sharing_group(layout, expert)[1])
-        some = size, part, size if expert else 0, part if expert else 0
-        own = kinds[name] = Elements(size, part, size, *some[2:], some if name in frozen else (0, 0, 0, 0))
-        if name.startswith("blocks."):
-            number = int(name.split(".")[1])
-            dims = len(card_of(model).parameters[name]) * (name not in frozen)
-            blocks[number] += own._replace(matrices=size * (dims == 2), stacks=size * (dims == 3))
+    known, frozen = dict[object, Elements](), card_of(model).frozen  # many parameters are alike
+    local = local_parameters(card_of(model), layout)
+    for name, one in local.items():
+        inside = name.startswith("blocks.")
+        if (key := (one, inside, name in frozen)) not in known:
+            known[key] = _counted(one, layout, inside, name in frozen)
+        if inside:
+            blocks[int(name.split(".")[1])] += known[key]
         elif name.startswith("embed"):
-            before += own
+            before += known[key]
         else:
-            behind += own
-    return ModelElements(blocks, before, behind, kinds[TIED] if card_of(model).tied else Elements())
+            behind += known[key]
+    tied = _counted(local[TIED], layout, False, TIED in frozen) if card_of(model).tied else Elements()
+    return ModelElements(blocks, before, behind, tied)
+
+
+def _counted(one: Local, layout: Layout, inside: bool, frozen: bool) -> Elements:
+    """Elements of a parameter. inside: it is one of a block's."""
+    expert = layout.ep > 1 and one.axis == "ep"
+    size, part = one.size, one.share(sharing_group(layout, expert)[1])
+    some = size, part, size if expert else 0, part if expert else 0
+    dims = len(one.shape) * inside * (not frozen)
+    still = some if frozen else (0, 0, 0, 0)
+    return Elements(size, part, size, *some[2:], still, size * (dims == 2), size * (dims == 3))
 
 
 def outside_blocks(s: Setting, position: int) -> Elements:

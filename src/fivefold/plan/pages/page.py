@@ -13,6 +13,8 @@ from typing import Any
 
 from fivefold.errors import printable
 from fivefold.observe.format import asset, document, header, memory_text
+from fivefold.plan.predict import Plan
+from fivefold.sharding.layout import to_text
 
 FIGURES = (("step", "Step"), ("speed", "Tokens per second"), ("mfu", "MFU"), ("peak", "Memory per device"))
 
@@ -133,3 +135,15 @@ def _table(columns: Sequence[str], body: str, rows: str = "") -> str:
         for name in columns
     )
     return f'<table><thead><tr>{head}</tr></thead><tbody id="{body}">{rows}</tbody></table>'
+
+
+def as_rows(plans: Sequence[Plan]) -> list[dict[str, Any]]:
+    """Rows of the page's table, one per plan."""
+    return [
+        {
+            "peak": plan.peak_bytes,
+            "tokens_per_s": plan.tokens_per_s,
+            "words": f"{to_text(plan.layout)}, microbatch {plan.setting.sizes.B}",
+        }
+        for plan in plans
+    ]

@@ -3,7 +3,9 @@ win without pricing them. No bound may exceed the prediction of `predict.price`.
 
 from __future__ import annotations
 
+import heapq
 import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,21 +14,28 @@ from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.memory import memory, model_states
 from fivefold.plan.memory.memory import MicrobatchBytes
 from fivefold.plan.memory.model_states import Buffers
-from fivefold.plan.search.shared import Costs, Key, Position, Share, SharedCosts, undivided, within_block
+from fivefold.plan.search.shared import (
+    MANY,
+    Costs,
+    Key,
+    Position,
+    Share,
+    SharedCosts,
+    undivided,
+    within_block,
+)
 from fivefold.plan.search.space import Choice, Space
 from fivefold.plan.setting import Setting, Software
 from fivefold.plan.time import stage_costs, time
 from fivefold.plan.time.cost import Cost
 from fivefold.plan.time.stage_costs import pipelined
-from fivefold.schedules.pipeline import SCHEDULES, ends_upwards, most_live
+from fivefold.schedules.pipeline import FILLING, SCHEDULES, ends_upwards, holds_again, most_live
 from fivefold.schedules.timelines import exposed_in_pieces
 from fivefold.sharding.layout import changed
 from fivefold.sharding.parts import ends_of, stages_of
 
 ROUNDING = 1 - 1e-9
 NONE = Buffers()
-Live = tuple[tuple[int, ...], tuple[int, ...]]
-"""Microbatches in each stage of a position when it holds most: those that wait for backward; for weight gradients."""
 
 
 class RankSeconds(NamedTuple):
@@ -41,48 +50,60 @@ class RankSeconds(NamedTuple):
     each: float
 
 
-MANY = 2**36
-"""Sequences of a microbatch so large that a sequence takes less in no other: operations take a fixed time and one that
-grows with their size, and matmuls whole tiles. (Those that are measured need not.)"""
-TILES = 1 - 1e-4  # the last ones of those matmuls
-
-
 class Bounds:
-    """Lower bounds of the seconds and bytes of layouts of a model on a cluster. `start`, `shape`, `average`,
-    `schedule`, `sharing` and `simulated` bound the seconds: each is tighter than those before, and slower."""
+    """Lower bounds of the seconds and bytes of layouts of a model on a cluster. `start`, `shape`, `schedule`, `sharing`
+    and `simulated` bound the seconds: each is tighter than those before, and slower."""
 
     def __init__(self, model: ModelSection, cluster: Cluster, software: Software):
         self.shared = SharedCosts(model, cluster, software)
         self.bytes = LeastBytes(self.shared)
         self.model, self.cluster, self.software = model, cluster, software
         self._starts: dict[Space, list[tuple[float, float, Choice]]] = {}
+        self.known: dict[Space, dict[Key, float]] = {}
+        """What a search has found, of each entry, for those that follow with other limits."""
         self._many: dict[Key, tuple[float, float, float]] = {}
         self._pipelines: dict[Key, tuple[float, dict[Share, float]]] = {}
         self._sums: dict[Key, RankSeconds] = {}
         self._all: dict[Key, tuple[RankSeconds, ...]] = {}
-        self._ways: dict[Key, tuple[float, float, bool, bool]] = {}
+        self._ways: dict[Key, tuple[float, float, bool]] = {}
 
     def setting(self, c: Choice) -> Setting:
         return self.shared.setting(c)
 
     def starts(self, space: Space) -> list[tuple[float, float, Choice]]:
-        """`start` of each shape with its microbatch, recomputation and dtype."""
+        """(seconds, bytes, choice) of each start of the space: bounds for all its sizes of a microbatch."""
         if space not in self._starts:
+            exact = self.shared.exact
             self._starts[space] = [
-                (self.start(c, space), self.bytes.start(c, space), c) for c in space.starts()
+                (
+                    min(self.shape(one, space) for one in space.sizes(c)) if exact else self.start(c, space),
+                    self.bytes.least(c, space),
+                    c,
+                )
+                for c in space.starts()
             ]
         return self._starts[space]
 
+    def fastest(self, choices: Sequence[Choice], space: Space) -> Iterator[Choice]:
+        """Those with the least `shape` first."""
+        exact = self.shared.exact
+        heap = [(0.0 if exact else self.start(c, space), 0, number) for number, c in enumerate(choices)]
+        heapq.heapify(heap)
+        while heap:
+            _, known, number = heapq.heappop(heap)
+            if known:
+                yield choices[number]
+            else:
+                heapq.heappush(heap, (self.shape(choices[number], space), 1, number))
+
     def start(self, c: Choice, space: Space) -> float:
-        """`shape` or less: by what a sequence takes in a microbatch of `MANY`, found once for all sizes."""
-        if self.shared.exact:
-            return self.shape(c, space)
+        """`shape` or less, and no more than for a larger microbatch: by what a sequence takes in one of `MANY`, found
+        once for all sizes. (`SharedCosts.exact` prices need not be less there.)"""
         x = c.layout
-        key = (*within_block(x), x.recompute, x.splits_backward, x.pp, c.mode, c.count == 1)
+        key = (*within_block(x), x.recompute, x.pp, c.mode)
         if key not in self._many:
-            self._many[key] = self._microbatch(changed(c, B=MANY), space)
-        each, ahead, most = (c.B / MANY * seconds for seconds in self._many[key])
-        return self._shape(c, each, ahead, most) * TILES
+            self._many[key] = self._microbatch(changed(c, B=MANY, count=1), space)
+        return self._shape(c, *(c.B / MANY * seconds for seconds in self._many[key]))
 
     def shape(self, c: Choice, space: Space) -> float:
         """Seconds under any schedule and any sharing of states: all work divided evenly, or in whole blocks."""
@@ -93,8 +114,8 @@ class Bounds:
 
     def _microbatch(self, c: Choice, space: Space) -> tuple[float, float, float]:
         """Seconds of a microbatch on an average pipeline rank, until this starts, and on the rank with most blocks."""
-        costs, p, layers = self.shared.microbatch(c).costs, c.layout.pp, self.model.layers
-        mixed, (ahead, most, _, paired) = self.shared.second.count(True), self._least(c, space)
+        costs, p, layers = self.shared.microbatch(c).costs, c.layout.pp, len(self.shared.second)
+        mixed, (ahead, most, paired) = self.shared.second.count(True), self._least(c, space)
         whole = Share(layers - mixed, mixed, 1, 1)
         kinds = [
             (cost, cost.seconds - (cost.rows_forward + cost.rows_backward) * paired) for cost in costs[:2]
@@ -107,10 +128,9 @@ class Bounds:
             most * min(seconds for _, seconds in kinds),
         )
 
-    def _least(self, c: Choice, space: Space) -> tuple[float, float, bool, bool]:
+    def _least(self, c: Choice, space: Space) -> tuple[float, float, bool]:
         """Of all schedules of a shape: the fewest blocks before an average pipeline rank; the fewest of the rank with
-        most, for each microbatch that it computes; whether every rank has blocks of the second kind, if there are any;
-        and whether one of them runs pairs."""
+        most, for each microbatch that it computes; whether one of them runs pairs."""
         x = c.layout
         key = x.pp, x.tp > 1, x.cp > 1, x.ep > 1
         if key not in self._ways:
@@ -120,23 +140,8 @@ class Bounds:
                 sum(one.before.plain + one.before.mixed for one in every) / len(every) for _, every in at
             )
             most = min(max(one.part.plain + one.part.mixed for one in every) / x.copies for x, every in at)
-            experts = any(self.shared.second)
-            everywhere = all(one.part.mixed > 0 or not experts for _, every in at for one in every)
-            self._ways[key] = ahead, most, everywhere, any(SCHEDULES[x.schedule].paired for x in layouts)
+            self._ways[key] = ahead, most, any(SCHEDULES[x.schedule].paired for x in layouts)
         return self._ways[key]
-
-    def average(self, c: Choice, space: Space) -> float:
-        """`shape` plus the exposed gradient and weight traffic of an average pipeline rank. Traffic is linear in a
-        rank's blocks and `exposed_in_pieces` is convex, so this is a lower bound (Jensen). It needs parameters on each
-        pipeline rank under every schedule, and blocks of both kinds if the model has any."""
-        p = c.layout.pp
-        if self.cluster.machine or not self._least(c, space)[2]:
-            return self.shape(c, space)
-        mixed = self.shared.second.count(True) / p
-        part = Share(len(self.shared.second) / p - mixed, mixed, 1 / p, 1 / p)
-        each, ahead, _ = self._microbatch(c, space)
-        sent = self._least_sent(c, space, part, *self.shared.microbatch(c).costs.of(part))
-        return (c.count * each + ahead + sent + self._fixed(c)) * ROUNDING
 
     def schedule(self, c: Choice, space: Space) -> float:
         """Seconds of a schedule under any sharing of states: the forward of the stages before a rank, its own work,
@@ -192,12 +197,13 @@ class Bounds:
         if x.splits_backward:
             # a microbatch does not wait for gradients of weights that the schedule computes later
             passing = Costs(*(cost._replace(weight=0.0) for cost in costs))
-        turned = sum(passing.of(Share(len(self.shared.mixed) - experts, experts, 1, 1)))
+        turned = sum(passing.of(Share(len(self.shared.second) - experts, experts, 1, 1)))
         upwards = x.pp == 1 or ends_upwards(x.schedule, x.pp, c.count, x.stages_per_rank)
+        paired = SCHEDULES[x.schedule].paired
         for at in self.shared.groups(x):
             forward, backward = costs.of(at.part)
             ahead, behind = costs.of(at.before)
-            busy = forward + backward - costs.hidden(at.part) * SCHEDULES[x.schedule].paired
+            busy = forward + backward - (costs.hidden(at.part) if paired else 0.0)
             # two copies of a model have half of the microbatches each, and begin at both ends
             end = ahead + there[at.number] * (x.copies == 1) + c.count // x.copies * busy
             ends.append((end, at, forward, backward))
@@ -261,110 +267,193 @@ class LeastBytes:
 
     def __init__(self, shared: SharedCosts):
         self.shared = shared
-        self._fewest: dict[Key, tuple[Share, int]] = {}
-        self._positions: dict[Key, list[tuple[Position, Live]]] = {}
-        self._kept: dict[Key, list[tuple[Position, float, float]]] = {}
-        self._states: dict[Key, tuple[float, float, Buffers]] = {}
+        self._positions: dict[Key, tuple[Held, ...]] = {}
+        self._fewest: dict[Key, list[tuple[Held, ...]]] = {}
+        self._firsts: dict[Key, Held] = {}
+        self._any: dict[Key, list[list[Held]]] = {}
+        self._states: dict[Key, dict[Key, tuple[float, float, Buffers]]] = {}
 
     def of(self, c: Choice, buffers: bool = True) -> float:
         """Bytes of the ranks that probably hold most. Without buffers it is a bound for every way to share states, if
         this layout's is the one that keeps least."""
-        x, size, most = c.layout, self.shared.bytes(c), 0.0
-        key = (*within_block(x), x.recompute, c.B, c.mode, c.count, x.pp, x.schedule, x.virtual_stages)
-        if key not in self._kept:
-            self._kept[key] = []  # with each position the bytes that its live microbatches keep, and one does
-            for at, live in self._fullest(c):
-                kept, each, held = 0.0, 0.0, stages_of(x, at.number)
-                for stage, (plain, mixed), waiting, unfinished in zip(held, at.stages, *live, strict=True):
-                    first, last = ends_of(x, [stage])
-                    whole = plain * size.plain + mixed * size.mixed + first * size.begin + last * size.end
-                    owed = plain * size.owed_plain + mixed * size.owed_mixed
-                    kept, each = kept + waiting * whole + unfinished * owed, each + whole
-                self._kept[key].append((at, kept, each))
-        for at, kept, each in self._kept[key]:
-            states, late, besides = self._held(c, at.part)
-            besides, last = besides if buffers else NONE, bool(at.part.last)
-            # gradients of several stages need not exist at once, nor any of them when most is live
-            fullest, behind = late * (not _settles(c)), late * (len(at.stages) > 1)
-            for less, active in ((fullest, kept), (behind, 0.0))[: 1 + (behind < fullest)]:
-                most = max(most, states - less + sum(memory.at_peak(size, besides, active, each, last)))
-        return ROUNDING * (most + memory.transfers(size, x, c.count))
+        return self._most(c, self.shared.bytes(c), [self._fullest(c)], buffers)
 
-    def _fullest(self, c: Choice) -> list[tuple[Position, Live]]:
-        """Three pipeline positions with their live microbatches: the first, the one with most blocks times live
-        microbatches, the one with most blocks."""
+    def least(self, c: Choice, space: Space) -> float:
+        """`start` or less, for the smallest microbatch of a shape and for all others."""
         x = c.layout
-        key = (x.pp, x.schedule, x.virtual_stages, c.count)
-        if key not in self._positions:
-            every = [(at, _live(c, at.number)) for at in self.shared.positions(x)]
-            most = max(every, key=lambda one: _live_blocks(one[1], one[0]))
-            blocks = max(every, key=lambda one: one[0].part.plain + one[0].part.mixed)
-            self._positions[key] = [*{one[0].number: one for one in (every[0], most, blocks)}.values()]
-        return self._positions[key]
+        key = (x.pp, x.dp, x.tp > 1, x.cp > 1, x.ep > 1)
+        if key not in self._any:
+            every = [self._first(one, space).times(one.B) for one in space.sizes(c)]
+            apart = ([rank for rank in every if rank.once == once] for once in (True, False))
+            self._any[key] = [[_smallest(ranks)] for ranks in apart if ranks]
+        lean = changed(c, layout=space.leanest(x))
+        return self._most(lean, self._scaled(c), self._any[key], False)
 
-    def _held(self, c: Choice, part: Share) -> tuple[float, float, Buffers]:
-        """Bytes of the states of a rank with this part of the model, those of them that a pipeline does not always
-        hold, and its buffers."""
+    def light(self, c: Choice, space: Space) -> float:
+        """By which layouts are chosen that offload something, which is no bound: bytes of the least of everything that
+        the first rank holds under any schedule."""
+        x, rank = c.layout, self._first(c, space)
+        settled = c.count >= 4 * x.pp and c.count % x.pp == 0
+        lean, part = changed(c, layout=space.leanest(x)), rank.part._replace(last=False)
+        rank = rank._replace(part=part, live=rank.live._replace(begin=0, end=0), settles=settled)
+        return self._most(lean, self.shared.bytes(c), [[rank]], False)
+
+    def _first(self, c: Choice, space: Space) -> Held:
+        """The least of everything that the first rank holds under any schedule."""
         x = c.layout
-        key = (x.tp, x.ep, x.sp, x.pp > 1, x.zero, x.dp_shard * x.cp, part, c.mode, c.count == 1)
-        if key not in self._states:
-            s = self.shared.setting(c)
-            own = self.shared.elements(x, part)
-            held, late = sum(model_states.rank_states(s, own)), 0.0
-            if x.pp > 1:
-                late, _ = model_states.adding_up(s, own)
-            self._states[key] = held, late, model_states.buffers(s, bool(part.first), bool(part.last))
-        return self._states[key]
+        key = (x.pp, c.count, x.tp > 1, x.cp > 1, x.ep > 1)
+        if key not in self._firsts:
+            ways = [changed(c, layout=changed(x, **way)) for way in space.schedules(x)]
+            held = [_held(one, self.shared.positions(one.layout)[0]) for one in ways]
+            self._firsts[key] = _smallest(held)
+        return self._firsts[key]
 
     def start(self, c: Choice, space: Space) -> float:
         """`shape` or less, as `Bounds.start`."""
-        if self.shared.exact:
-            return self.shape(c, space)
-        size = self.shared.bytes(changed(c, B=MANY))
-        return self._shape(c, space, MicrobatchBytes._make(c.B / MANY * some for some in size))
+        lean = changed(c, layout=space.leanest(c.layout))
+        return self._most(lean, self._scaled(c), self._ways(c, space), False)
 
     def shape(self, c: Choice, space: Space) -> float:
-        """Bytes of the first ranks under any schedule, with states shared as widely as possible."""
-        return self._shape(c, space, self.shared.bytes(c))
+        """`of` or less, under any schedule and with states shared in any way."""
+        lean = changed(c, layout=space.leanest(c.layout))
+        return self._most(lean, self.shared.bytes(c), self._ways(c, space), False)
 
-    def _shape(self, c: Choice, space: Space, size: MicrobatchBytes) -> float:
+    def _scaled(self, c: Choice) -> MicrobatchBytes:
+        """No more bytes than those of the microbatch: what its sequences take in one of `MANY`."""
+        if self.shared.exact:
+            return self.shared.bytes(c)
+        factor = c.B / MANY
+        return MicrobatchBytes._make([factor * size for size in self.shared.bytes(changed(c, B=MANY))])
+
+    def _most(self, c: Choice, size: MicrobatchBytes, ways: Sequence[Sequence[Held]], buffers: bool) -> float:
+        """Bytes of the rank that holds most, under the schedule with which that is least. Of the choice's layout
+        only the sharing of states counts, not the schedule."""
+        x, found = c.layout, list[float]()
+        known = self._states.setdefault((x.tp, x.ep, x.sp, x.pp > 1, x.zero, x.dp_shard * x.cp, c.mode), {})
+        for ranks in ways:
+            most = 0.0
+            for rank in ranks:
+                if (key := (rank.part, rank.once)) not in known:
+                    known[key] = self._states_of(c, rank)
+                most = max(most, self._rank(*known[key], size, rank, buffers))
+            found.append(most)
+        return ROUNDING * (min(found) + memory.transfers(size, x, c.count))
+
+    def _rank(
+        self, states: float, late: float, besides: Buffers, size: MicrobatchBytes, rank: Held, buffers: bool
+    ) -> float:
+        kept, each = sum(map(operator.mul, rank.live, size)), sum(map(operator.mul, rank.part, size))
+        besides, last = besides if buffers else NONE, bool(rank.part.last)
+        # gradients of several stages need not exist at once, nor any of them when most is live
+        fullest, behind = late * (not rank.settles), late * rank.several
+        most = states - fullest + sum(memory.at_peak(size, besides, kept, each, last))
+        if behind < fullest:
+            most = max(most, states - behind + sum(memory.at_peak(size, besides, 0.0, each, last)))
+        return most
+
+    def _fullest(self, c: Choice) -> tuple[Held, ...]:
+        """What three pipeline positions hold: the first, the one with most blocks times live microbatches, the one with
+        most blocks."""
         x = c.layout
-        # the smallest part of the model, the fewest blocks times microbatches
+        key = (x.pp, x.schedule, x.virtual_stages, x.bare_ends, c.count)
+        if key not in self._positions:
+            every = [_held(c, at) for at in self.shared.positions(x)]
+            most = max(every, key=lambda one: one.live.plain + one.live.mixed)
+            blocks = max(every, key=lambda one: one.part.plain + one.part.mixed)
+            self._positions[key] = (*dict.fromkeys((every[0], most, blocks)),)
+        return self._positions[key]
+
+    def _ways(self, c: Choice, space: Space) -> list[tuple[Held, ...]]:
+        """The same under every schedule of a shape that does not hold more of everything than another one."""
+        x = c.layout
         key = (x.pp, c.count, x.tp > 1, x.cp > 1, x.ep > 1)
         if key not in self._fewest:
-            choices = [changed(c, layout=changed(x, **way)) for way in space.schedules(x)]
-            first = [self.shared.positions(choice.layout)[0] for choice in choices]
-            part = Share(min(at.part.plain for at in first), min(at.part.mixed for at in first), True, False)
-            live = (_live_blocks(_live(choice, 0), at) for choice, at in zip(choices, first, strict=True))
-            self._fewest[key] = part, min(live)
-        part, blocks = self._fewest[key]
-        key = (x.tp, x.ep, x.sp, x.pp, x.dp * x.cp, c.mode, c.count == 1, part)
-        if key not in self._states:
-            lean = self.shared.setting(replace(c, layout=space.leanest(x)))
-            own = self.shared.elements(lean.layout, part)
-            states, late = model_states.rank_states(lean, own), model_states.adding_up(lean, own)[0]
-            self._states[key] = sum(states), late * (x.pp > 1), NONE
-        kept = min((size.plain, size.mixed)[mixed] for mixed in set(self.shared.second))
-        held, late, _ = self._states[key]
-        live = blocks * kept + size.again + size.inside
-        late *= not _settles(changed(c, layout=changed(x, virtual_stages=2)))
-        return (held - late + live + memory.transfers(size, x, c.count)) * ROUNDING
+            choices = (changed(c, layout=changed(x, **way)) for way in space.schedules(x))
+            found = self._fewest[key] = list[tuple[Held, ...]]()
+            for way in sorted(set(map(self._fullest, choices)), key=lambda way: max(map(Held.amount, way))):
+                if not any(all(any(one.under(rank) for rank in way) for one in other) for other in found):
+                    found.append(way)
+        return self._fewest[key]
+
+    def _states_of(self, c: Choice, rank: Held) -> tuple[float, float, Buffers]:
+        """Bytes of the states of a rank, those of them that a pipeline does not always hold, and its buffers."""
+        part, s = rank.part, self.shared.setting(changed(c, count=1 if rank.once else 2))
+        own = self.shared.elements(c.layout, part)
+        late = model_states.adding_up(s, own)[0] if c.layout.pp > 1 else 0.0
+        besides = model_states.buffers(s, bool(part.first), bool(part.last))
+        return sum(model_states.rank_states(s, own)), late, besides
 
 
-def _settles(c: Choice) -> bool:
-    """True if a rank holds most microbatches again and again, also when the gradients of all its stages add up: with so
-    many microbatches that a pipeline, or each round of it, does the same several times. With two copies
-    of the model it may be other stages that it holds then."""
-    pp, rounds = c.layout.pp, c.layout.virtual_stages > 1
-    if c.layout.copies > 1:
+class Live(NamedTuple):
+    """Blocks without and with experts, beginnings and ends of the model, times microbatches that are live in them; and
+    those blocks times microbatches that wait for weight gradients."""
+
+    plain: int
+    mixed: int
+    begin: int
+    end: int
+    owed_plain: int
+    owed_mixed: int
+
+
+class Held(NamedTuple):
+    """What a pipeline rank holds when it holds most. part: of the model. settles: it holds as much again and again,
+    also when the gradients of all its stages add up. several: it has several stages. once: of one microbatch."""
+
+    part: Share
+    live: Live
+    settles: bool
+    several: bool
+    once: bool
+
+    def times(self, B: int) -> Held:
+        """With B times as many live sequences: where a rank computes the loss, it holds the end of one sequence in any
+        case (`memory.at_peak`)."""
+        live = Live(*(B * count for count in self.live))
+        return self._replace(live=live._replace(end=live.end - (B - 1) * self.part.last))
+
+    def amounts(self) -> tuple[float, ...]:
+        """By which a rank's bytes grow."""
+        more = (self.live.end - self.part.last, self.settles, not self.several)
+        return *self.part, *self.live, *more
+
+    def under(self, other: Held) -> bool:
+        """True if it holds no more of anything."""
+        return all(map(operator.le, self.amounts(), other.amounts()))
+
+    def amount(self) -> float:
+        return sum(self.amounts())
+
+
+def _smallest(ranks: Sequence[Held]) -> Held:
+    """The least of each that ranks hold."""
+    part = Share(*map(min, zip(*(rank.part for rank in ranks), strict=True)))
+    live = Live(*map(min, zip(*(rank.live for rank in ranks), strict=True)))
+    return Held(part, live, False, True, ranks[0].once)
+
+
+def _held(c: Choice, at: Position) -> Held:
+    x, counts = c.layout, ((1,), (0,))
+    if x.pp > 1:
+        counts = most_live(x.schedule, at.number, x.pp, c.count, x.stages_per_rank)
+    live = [0] * len(Live._fields)
+    for stage, blocks, waiting, owed in zip(stages_of(x, at.number), at.stages, *counts, strict=True):
+        one = (
+            *(waiting * some for some in (*blocks, *ends_of(x, [stage]))),
+            *(owed * some for some in blocks),
+        )
+        live = [*map(operator.add, live, one)]
+    if (
+        live[3] < at.part.last
+    ):  # `memory.at_peak` subtracts the end of one, but a second copy of the model may have none
+        live = [0] * len(live)
+    return Held(at.part, Live(*live), _settles(c, at.number), len(at.stages) > 1, c.count == 1)
+
+
+def _settles(c: Choice, rank: int) -> bool:
+    """True if a rank holds most again while the gradients of all its stages add up. With several stages the
+    microbatches are whole rounds; with two copies of the model it may be other stages that it holds then."""
+    x, chunks = c.layout, c.layout.stages_per_rank
+    if x.copies > 1 or c.count < FILLING * x.pp or (chunks > 1 and c.count % x.pp):
         return False
-    return c.count >= 4 * pp and c.count % pp == 0 if rounds else c.count >= 2 * pp
-
-
-def _live_blocks(live: Live, at: Position) -> int:
-    return sum(count * sum(kinds) for count, kinds in zip(live[0], at.stages, strict=True))
-
-
-def _live(c: Choice, rank: int) -> Live:
-    x = c.layout
-    return most_live(x.schedule, rank, x.pp, c.count, x.stages_per_rank) if x.pp > 1 else ((1,), (0,))
+    return x.pp == 1 or holds_again(x.schedule, rank, x.pp, chunks)

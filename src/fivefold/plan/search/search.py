@@ -27,7 +27,7 @@ from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.memory import model_states
 from fivefold.plan.predict import Plan, for_recipe, held, limit, price, resolved, with_stalls
 from fivefold.plan.predict import within as within_budget
-from fivefold.plan.search.bound import Bounds
+from fivefold.plan.search.bound import Bounds, LeastBytes
 from fivefold.plan.search.space import Choice, Space
 from fivefold.plan.setting import Software, mode_of, software_of
 from fivefold.plan.time import stage_costs
@@ -93,6 +93,7 @@ class Search:
         self.space, self.bounds, self.most, self.below = space, bounds, most, below
         self.lost = self.tried = 0
         self._heap: list[tuple[float, float, Order, int, Any]] = []
+        self._known = bounds.known.setdefault(space, {})
 
     def plans(self) -> Iterator[Plan]:
         """Every plan that fits, fastest first. Among equally fast ones the smaller comes first."""
@@ -111,18 +112,22 @@ class Search:
         return min(plans, key=lambda plan: plan.step.seconds, default=None)
 
     def _start(self) -> None:
+        ways = len(self.space.modes) * len(self.space.precisions)
         for number, (seconds, size, choice) in enumerate(self.bounds.starts(self.space)):
             if size <= self.most:
-                self._push(seconds, 0, (number,), choice)
+                self._push(seconds, 0, (number // ways, 0, number % ways), choice)
             else:
-                self.lost += self.space.kinds(choice.layout)
+                self._lose(choice, len(self.space.microbatches(choice.layout)))
+
+    def _lose(self, c: Choice, times: int = 1) -> None:
+        self.lost += times * self.space.kinds(c.layout)
 
     def _refine(self) -> Plan | None:
         """Refines the entry with the lowest bound. Returns it if it is a full prediction."""
         seconds, _, order, level, what = heapq.heappop(self._heap)
         if level == PRICED:
             return what
-        levels = (self._shape, self._average, self._schedules, self._sharings, self._pipeline, self._price)
+        levels = (self._sizes, self._shape, self._schedules, self._sharings, self._pipeline, self._price)
         levels[level](seconds, order, what)
         return None
 
@@ -130,24 +135,44 @@ class Search:
         if seconds < self.below:
             heapq.heappush(self._heap, (seconds, peak, order, level, what))
 
-    def _shape(self, seconds: float, order: Order, c: Choice) -> None:
-        if self.bounds.bytes.shape(c, self.space) <= self.most:
-            self._push(max(seconds, self.bounds.shape(c, self.space)), 1, order, c)
-        else:
-            self.lost += self.space.kinds(c.layout)
+    def _once(self, order: Order, bound: Callable[..., float], *of: Any) -> float:
+        """A bound of an entry, which all searches of the space find once. bound: a method of a class."""
+        key = order, bound
+        if key not in self._known:
+            self._known[key] = bound(*of)
+        return self._known[key]
 
-    def _average(self, seconds: float, order: Order, c: Choice) -> None:
-        self._push(max(seconds, self.bounds.average(c, self.space)), 2, order, c)
+    def _sizes(self, seconds: float, order: Order, c: Choice) -> None:
+        """A choice with this size of a microbatch, and the next larger one, whose bound is no less."""
+        first, index, last = order
+        space, bounds, exact = self.space, self.bounds, self.bounds.shared.exact
+        every = space.microbatches(c.layout)[index + 1 :]
+        for number, B in enumerate(every if exact else every[:1], index + 1):
+            one, place = space.choice(c.layout, B, c.mode), (first, number, last)
+            more = self._once(place, Bounds.shape if exact else Bounds.start, bounds, one, space)
+            self._push(more, int(exact), place, one)
+        if self._once(order, LeastBytes.start, bounds.bytes, c, space) <= self.most:
+            self._push(seconds, 1, order, c)
+        else:
+            self._lose(c)
+
+    def _shape(self, seconds: float, order: Order, c: Choice) -> None:
+        bounds, space = self.bounds, self.space
+        if self._once(order, LeastBytes.shape, bounds.bytes, c, space) <= self.most:
+            self._push(max(seconds, self._once(order, Bounds.shape, bounds, c, space)), 2, order, c)
+        else:
+            self._lose(c)
 
     def _schedules(self, seconds: float, order: Order, c: Choice) -> None:
-        lean = self.space.leanest(c.layout)
-        for number, way in enumerate(self.space.schedules(c.layout)):
+        bounds, space, lean = self.bounds, self.space, self.space.leanest(c.layout)
+        for number, way in enumerate(space.schedules(c.layout)):
+            place = (*order, number)
             smallest = changed(c, layout=changed(lean, **way))
-            if self.bounds.bytes.of(smallest, buffers=False) > self.most:
-                self.lost += len(self.space.ways_to_share(c.layout))
+            if self._once(place, LeastBytes.of, bounds.bytes, smallest, False) > self.most:
+                self.lost += len(space.ways_to_share(c.layout))
                 continue
             one = changed(c, layout=changed(c.layout, **way))
-            self._push(max(seconds, self.bounds.schedule(one, self.space)), 3, (*order, number), one)
+            self._push(max(seconds, self._once(place, Bounds.schedule, bounds, one, space)), 3, place, one)
 
     def _sharings(self, seconds: float, order: Order, c: Choice) -> None:
         for number, layout in enumerate(self.space.sharings(c.layout)):
@@ -175,12 +200,14 @@ class Search:
         the least bounds first."""
         space, least = self.space, self.bounds.bytes
         heap = list[tuple[float, tuple[int, ...], int, Choice]]()
-        heap += ((least.start(c, space), (number,), 0, c) for number, c in enumerate(space.starts()))
+        heap += ((least.least(c, space), (number,), -1, c) for number, c in enumerate(space.starts()))
         heapq.heapify(heap)
         while heap and heap[0][0] <= most:
             _, order, level, c = heapq.heappop(heap)
             found = list[tuple[float, Choice]]()
-            if level == 0:
+            if level == -1:
+                found += ((least.start(one, space), one) for one in space.sizes(c))
+            elif level == 0:
                 found.append((least.shape(c, space), c))
             elif level == 1:
                 lean = space.leanest(c.layout)
@@ -320,17 +347,15 @@ def offloaded(space: Space, bounds: Bounds) -> list[Plan]:
     """The layouts, fastest first, that fit if they offload something, where none fits without. They are among those
     with the least bytes, and with the least seconds, for each size of a microbatch."""
     by_size: dict[int, list[Choice]] = {}
-    for c in space.starts():
+    for c in (one for start in space.starts() for one in space.sizes(start)):
         by_size.setdefault(c.B, []).append(c)
     found = []
     for starts in by_size.values():
-        least = (
-            heapq.nsmallest(FEW, starts, key=partial(bound, space=space))
-            for bound in (bounds.shape, bounds.bytes.shape)
-        )
-        for c in dict.fromkeys(c for each in least for c in each):
+        light = heapq.nsmallest(FEW, starts, key=partial(bounds.bytes.light, space=space))
+        least = (*islice(bounds.fastest(starts, space), FEW), *light)
+        for c in dict.fromkeys(least):
             schedules = space.schedules(c.layout)[:FEW]
-            for layout in {c.layout, space.leanest(c.layout)}:
+            for layout in dict.fromkeys((c.layout, space.leanest(c.layout))):
                 for way, offload, update in product(schedules, OFFLOADS, (BESIDE, EARLY)):
                     window = 0 if OFFLOADS[offload].working != "device" else WINDOW
                     how = {"offload": offload, "offload_update": update, "offload_window": window}
@@ -472,15 +497,3 @@ def frontier(found: Found) -> list[Plan]:
     while plans and (following := found.within(plans[-1].peak_bytes - gap)):
         plans.append(following)
     return plans[::-1]
-
-
-def as_rows(plans: Sequence[Plan]) -> list[dict[str, Any]]:
-    """Rows of the page's table, one per plan."""
-    return [
-        {
-            "peak": plan.peak_bytes,
-            "tokens_per_s": plan.tokens_per_s,
-            "words": f"{to_text(plan.layout)}, microbatch {plan.setting.sizes.B}",
-        }
-        for plan in plans
-    ]

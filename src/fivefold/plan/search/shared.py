@@ -3,7 +3,7 @@ elements on a rank."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -23,6 +23,9 @@ from fivefold.sharding.layout import Layout, changed
 from fivefold.sharding.parts import ends_of, stages_of
 
 Key = tuple[object, ...]
+MANY = 2**36
+"""Sequences of a microbatch so large that a sequence takes less in no other: operations take a fixed time and one that
+grows with their size, and matmuls whole tiles."""
 
 
 class Share(NamedTuple):
@@ -106,6 +109,7 @@ class SharedCosts:
 
     def __init__(self, model: ModelSection, cluster: Cluster, software: Software):
         self.model, self.cluster, self.software = model, cluster, software
+        self._many = replace(software, batch_first=False)  # a microbatch of one sequence copies least
         self.second = card_of(model).second
         self.exact = bool(cluster.machine or software.documents)  # no price grows with its size alone
         self._operations: dict[Key, Operations] = {}
@@ -117,7 +121,8 @@ class SharedCosts:
         self._hops: dict[Key, tuple[list[float], list[float]]] = {}
 
     def setting(self, c: Choice) -> Setting:
-        return setting(self.model, c.layout, self.cluster, c.B, c.count, c.mode, self.software, c.sequences)
+        software = self._many if c.B == MANY else self.software
+        return setting(self.model, c.layout, self.cluster, c.B, c.count, c.mode, software, c.sequences)
 
     def operations(self, c: Choice) -> Operations:
         """Seconds and bytes of a layout's operations."""

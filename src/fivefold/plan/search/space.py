@@ -56,6 +56,7 @@ class Space:
     indivisible: bool = False
     asked: tuple[str, ...] = ()
     _schedules: dict[object, list[dict[str, Any]]] = field(init=False, default_factory=dict)
+    _microbatches: dict[int, list[int]] = field(init=False, default_factory=dict)
 
     @property
     def batch(self) -> int:
@@ -192,10 +193,12 @@ class Space:
     def microbatches(self, shape: Layout) -> list[int]:
         """Sizes of a microbatch, in sequences, that give no rank more of them than single sequences would, and none
         none."""
-        dp = shape.dp_replicate
-        most = largest(self.batch, dp)
-        whole = [B for B in divisors(self.batch) if self.batch // B >= dp]
-        return [B for B in whole if largest(self.batch // B, dp) * B == most]
+        dp = shape.dp
+        if dp not in self._microbatches:
+            most = largest(self.batch, dp)
+            whole = [B for B in divisors(self.batch) if self.batch // B >= dp]
+            self._microbatches[dp] = [B for B in whole if largest(self.batch // B, dp) * B == most]
+        return self._microbatches[dp]
 
     def choice(self, layout: Layout, B: int, mode: str) -> Choice:
         """A layout with this microbatch size."""
@@ -204,11 +207,16 @@ class Space:
         return Choice(layout, B, count, mode, self.batch if unequal else None)
 
     def starts(self) -> Iterator[Choice]:
-        """The starting choices of a search: everything but schedules and shardings of states."""
+        """The starting choices of a search, with the smallest microbatch: everything but its size, schedules and
+        shardings of states."""
         for shape in self.shapes:
             layouts = [replace(shape, recompute=recompute) for recompute in self.modes]
-            for B, layout, mode in product(self.microbatches(shape), layouts, self.precisions):
-                yield self.choice(layout, B, mode)
+            for layout, mode in product(layouts, self.precisions):
+                yield self.choice(layout, self.microbatches(shape)[0], mode)
+
+    def sizes(self, start: Choice) -> list[Choice]:
+        """A starting choice with every size of its microbatches."""
+        return [self.choice(start.layout, B, start.mode) for B in self.microbatches(start.layout)]
 
     @cached_property
     def size(self) -> int:

@@ -10,6 +10,7 @@ from fivefold.schedules.pipeline.generators import (
     copies_problem,
     ends_upwards,
     few,
+    holds_again,
     holds_all,
     most_live,
     shown,

@@ -381,6 +381,35 @@ def holds_all(name: str, ranks: int, chunks: int) -> bool:
 
 
 @cache
+def holds_again(name: str, rank: int, ranks: int, chunks: int) -> bool:
+    """True if a rank holds as much as in `most_live` also while the gradients of all its stages add up: behind the
+    first backward and before the last one of each, of enough microbatches to fill the pipeline. Where all of them are
+    live at once (`holds_all`), the first backward of the only stage begins then."""
+    if holds_all(name, ranks, chunks):
+        return chunks == 1
+    row = build_row(name, rank, ranks, FILLING * ranks, chunks)
+    most = _most_live(name, rank, ranks, FILLING * ranks, chunks)
+    stages = sorted({stage for stage, _, _ in row})
+    ends = {stage: number for number, (stage, kind, _) in enumerate(row) if kind in "BW"}
+    count, begun = Counter[tuple[int, str]](), set[int]()
+    for number, (stage, kind, _) in enumerate(row):
+        count[stage, kind] += 1
+        begun |= {stage} if kind in "BI" else set()
+        whole = len(begun) == chunks and number < min(ends.values())
+        if whole and _live(count, stages) == most:
+            return True
+    return False
+
+
+def _live(count: Counter[tuple[int, str]], stages: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """See `most_live`, after so many actions of each kind."""
+    return (
+        tuple(count[stage, "F"] - count[stage, "B"] - count[stage, "I"] for stage in stages),
+        tuple(count[stage, "I"] - count[stage, "W"] for stage in stages),
+    )
+
+
+@cache
 def _most_live(
     name: str, rank: int, ranks: int, microbatches: int, chunks: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -397,10 +426,7 @@ def _most_live(
     stages = [
         stage for stage, owner in enumerate(place(SCHEDULES[name].placement, ranks, chunks)) if owner == rank
     ]
-    return (
-        tuple(count[stage, "F"] - count[stage, "B"] - count[stage, "I"] for stage in stages),
-        tuple(count[stage, "I"] - count[stage, "W"] for stage in stages),
-    )
+    return _live(count, stages)
 
 
 @cache
