@@ -53,7 +53,7 @@ def compiled(rank: int, world: int, recipe: Recipe, steps: int, folder: Path) ->
 
     def built(recipe: Recipe, ranks: Ranks) -> State:
         state, model = build(recipe, ranks), recipe.model
-        modes = of_blocks(layout.recompute, model.depth)
+        modes = of_blocks(layout.recompute, model.blocks)
         compile_blocks(state.parallel.stages, card_of(model), layout, modes, backend="aot_eager")
         return state
 

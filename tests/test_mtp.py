@@ -395,4 +395,4 @@ def test_flops_are_those_of_the_formula() -> None:
     model, found = recipe.model, exact(recipe)
     more = 12 * model.head_width - 3 * (model.head_width + (model.value_dim or 0))
     tokens = recipe.train.global_batch_size * model.seq_len
-    assert found.step.flops == found.formula + model.depth * tokens * model.seq_len * model.heads * more
+    assert found.step.flops == found.formula + model.blocks * tokens * model.seq_len * model.heads * more

@@ -326,7 +326,7 @@ def flops(asked: Asked) -> Iterator[Term]:
     x, card = asked.symbols, asked.setting.card
     yield asked.term("forward", "2 N D_1", "FLOPs", "a step")
     yield asked.term("backward", "4 N D_1", "FLOPs", "a step")
-    attention = plan.tokens * sum(card.attention_flops(number) for number in range(model.depth))
+    attention = plan.tokens * sum(card.attention_flops(number) for number in range(model.blocks))
     # scores and values, forward and backward; half of them if a token sees earlier ones only
     formula = matching(("6 L h s D_1", "12 L h s D_1"), attention, x)
     yield Term("attention", attention, "FLOPs", formula, "a step, besides N")

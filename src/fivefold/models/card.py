@@ -120,7 +120,7 @@ class Card(ABC):
     @cached
     def mixed(self) -> tuple[bool, ...]:
         """`is_mixed` of every block."""
-        return tuple(map(self.is_mixed, range(self.model.depth)))
+        return tuple(map(self.is_mixed, range(self.model.blocks)))
 
     @cached
     def second(self) -> tuple[bool, ...]:
@@ -134,7 +134,7 @@ class Card(ABC):
     def kinds(self) -> tuple[tuple[bool, bool, bool], ...]:
         """Of every block, whether it has experts, sees whole sequences, and has no positions."""
         rotates = self.model.rotates
-        return tuple((self.mixed[n], not self.window(n), not rotates(n)) for n in range(self.model.depth))
+        return tuple((self.mixed[n], not self.window(n), not rotates(n)) for n in range(self.model.blocks))
 
     def window(self, number: int) -> int:
         """The keys that a query sees in a block, if they are fewer than a sequence; 0: all."""
@@ -144,7 +144,7 @@ class Card(ABC):
     @cached
     def narrow(self) -> int:
         """The window of the blocks that have one; 0: none has."""
-        return max(map(self.window, range(self.model.depth)), default=0)
+        return max(map(self.window, range(self.model.blocks)), default=0)
 
     def words_of(self, number: int) -> str:
         """A block in a few words."""
@@ -213,7 +213,7 @@ class Card(ABC):
     def costs(self) -> tuple[list[float], float, float]:
         """FLOPs per token, forward and backward, of each block, of what comes before them and of what comes after."""
         model = self.model
-        blocks, head = [self.attention_flops(number) for number in range(model.depth)], 0.0
+        blocks, head = [self.attention_flops(number) for number in range(model.blocks)], 0.0
         for name, shape in self.parameters.items():
             matmul = 6.0 * self.active(name, math.prod(shape)) if len(shape) > 1 else 0.0
             if name.startswith("blocks."):
@@ -236,7 +236,7 @@ class Card(ABC):
 
     def mixed_blocks(self) -> int:
         """Number of blocks with experts."""
-        return sum(map(self.is_mixed, range(self.model.depth))) if self.has_experts else 0
+        return sum(map(self.is_mixed, range(self.model.blocks))) if self.has_experts else 0
 
     @property
     def load_sums(self) -> tuple[int, int]:
@@ -286,7 +286,7 @@ class Card(ABC):
     def blocks(self) -> dict[str, Shape]:
         """The parameters of all blocks."""
         found: dict[str, Shape] = {}
-        for number in range(self.model.depth):
+        for number in range(self.model.blocks):
             found |= under(f"blocks.{number}", self.block(number))
             if number >= self.model.layers:
                 found |= under(f"blocks.{number}.ahead", ahead(self.model.dim))
@@ -341,7 +341,7 @@ def flops_per_token(model: ModelSection, pairs: Callable[[int], float] | None = 
     blocks, _, head = card.costs
     if pairs is None:
         return sum(blocks) + head
-    T, hidden, depth = card.model.seq_len, 0.0, card.model.depth
+    T, hidden, depth = card.model.seq_len, 0.0, card.model.blocks
     for window, count in Counter(map(card.window, range(depth))).items():
         number = next(n for n in range(depth) if card.window(n) == window)
         whole = (2 * T - window + 1) * window / (T * (T + 1)) if window else 1.0

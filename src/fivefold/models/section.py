@@ -175,7 +175,7 @@ class ModelSection(Section):
     the expert (arXiv 2101.03961). 0: no limit, no token is dropped."""
 
     @property
-    def depth(self) -> int:
+    def blocks(self) -> int:
         """Number of all blocks, with those of multi-token prediction. These are the last."""
         return self.layers + self.mtp_depth
 

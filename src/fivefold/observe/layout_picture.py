@@ -172,7 +172,7 @@ def _model(canvas: Canvas, holds: Holding, recipe: Recipe, layout: Layout, left:
     It shows this rank's layers, its slice of them, and the part of the slice that it stores. In layers with experts the
     lower half is all experts side by side.
     """
-    layers, card = recipe.model.depth + 2, card_of(recipe.model)  # the embedding, the blocks, the head
+    layers, card = recipe.model.blocks + 2, card_of(recipe.model)  # the embedding, the blocks, the head
     (index, of), high = holds.tensor, ICON / layers
     computes = COLORS["lent" if regathers(layout) else "has"]
     canvas.rect("idle", left, top, ICON, ICON)
@@ -254,7 +254,7 @@ def holding(recipe: Recipe, layout: Layout, rank: int, documents: Tiling | None 
     model, whole = recipe.model, layout
     layout, number = replica_group_layout(whole, recipe.replica_groups.count), rank
     replica_group, rank = in_replica_group(layout, number)
-    blocks = stage_blocks(card_of(model), layout) if layout.pp > 1 else (range(model.depth),)
+    blocks = stage_blocks(card_of(model), layout) if layout.pp > 1 else (range(model.blocks),)
     stages = stages_of(layout, index_in(layout, "pp", rank))
     parts = held(card_of(model), layout, rank)
     B = recipe.train.microbatch_size or 1

@@ -172,7 +172,7 @@ def cut(
     or a user's own, which keeps its memory. table: this rank's parts of the parameters."""
     layout, model = mesh.layout, recipe.model
     own = card if isinstance(card, CustomModel) else None
-    modes = of_blocks(layout.recompute, model.depth if own is None else own.blocks)
+    modes = of_blocks(layout.recompute, model.blocks if own is None else own.blocks)
 
     def whole() -> nn.Module:
         if own is None:
@@ -250,7 +250,7 @@ def rounded_blocks(recipe: Recipe) -> range:
     first, last = recipe.precision.fp8_skip_first, recipe.precision.fp8_skip_last
     if rounding(recipe) is None:
         return range(0)
-    return range(first, recipe.model.layers - last if last else recipe.model.depth)
+    return range(first, recipe.model.layers - last if last else recipe.model.blocks)
 
 
 def round_matmuls(stage: nn.Module, recipe: Recipe) -> None:

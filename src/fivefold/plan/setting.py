@@ -358,7 +358,7 @@ class Setting:
     @property
     def recompute(self) -> tuple[str, ...]:
         """The mode of recomputation of each block."""
-        return of_blocks(self.layout.recompute, self.model.depth)
+        return of_blocks(self.layout.recompute, self.model.blocks)
 
     @property
     def activation(self) -> float:
@@ -467,7 +467,7 @@ def _stages(
     if how == "even":
         each = model.layers / count
         cut = [range(round(i * each), round((i + 1) * each)) for i in range(count)]
-        return (*cut[:-1], range(cut[-1].start, model.depth))
+        return (*cut[:-1], range(cut[-1].start, model.blocks))
     # greedy: fills stages in order, each until it exceeds its share of the matmul weights, output layer included
     layer = sum(
         math.prod(s) for n, s in card_of(model).parameters.items() if n.startswith("blocks.0.") and len(s) > 1
@@ -478,13 +478,13 @@ def _stages(
         stop = min(model.layers, math.floor(total * (stage + 1) / count / layer) + 1)
         cut.append(range(start, max(start, stop)))
         start = max(start, stop)
-    return (*cut, range(start, model.depth))
+    return (*cut, range(start, model.blocks))
 
 
 @lru_cache(maxsize=1024)
 def _rounded(model: ModelSection, first: int, last: int) -> frozenset[str]:
     """The matrices that layers round, but for those of so many first and last blocks."""
-    card, skipped = card_of(model), (*range(first), *range(model.layers - last, model.depth * (last > 0)))
+    card, skipped = card_of(model), (*range(first), *range(model.layers - last, model.blocks * (last > 0)))
     outside = tuple(f"{card.stack}.{number}." for number in skipped)
     return frozenset(name for name in card.rounded if not name.startswith(outside))
 

@@ -65,7 +65,7 @@ Blocks = Mapping[str, Block]
 def kinds(recipe: Recipe) -> list[str]:
     """The kind of each block of a recipe's model, by all that its graphs depend on: its mode of recomputation, whether
     it has experts or a window, whether it multiplies in bf16 though others round, and what of it gets no gradient."""
-    card, modes = card_of(recipe.model), of_blocks(recipe.layout.recompute, recipe.model.depth)
+    card, modes = card_of(recipe.model), of_blocks(recipe.layout.recompute, recipe.model.blocks)
     rounded, trained, found = rounded_blocks(recipe), trained_inputs(recipe), list[str]()
     for number, mode in enumerate(modes):
         block = f"{card.stack}.{number}."
@@ -79,7 +79,7 @@ def kinds(recipe: Recipe) -> list[str]:
 
 def trained_inputs(recipe: Recipe) -> list[bool]:
     """True for each block whose input gets a gradient: something before it is trained, or a pipeline brings it."""
-    card, layers = card_of(recipe.model), range(recipe.model.depth)
+    card, layers = card_of(recipe.model), range(recipe.model.blocks)
     first = stage_blocks(card, Layout.from_recipe(recipe.layout))[0]
     trained = [name for name in card.parameters if name not in card.frozen]
     before = any(name.startswith(card.beginning) for name in trained)

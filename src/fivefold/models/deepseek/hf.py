@@ -69,7 +69,7 @@ def entries(model: ModelSection) -> list[Entry]:
             ]
         elif ".mlp." not in entry.ours or block < model.dense_layers:
             table.append(entry)
-    for block in range(model.layers, model.depth):
+    for block in range(model.layers, model.blocks):
         ours, theirs = f"blocks.{block}.ahead", f"model.layers.{block}"
         names = {
             "token_norm": "enorm",
@@ -85,7 +85,7 @@ def copies(model: ModelSection) -> dict[str, str]:
     """Of multi-token prediction: copies of the embedding and of the output layer, by name."""
     embed = "model.embed_tokens.weight"
     head, found = embed if model.tie_embeddings else "lm_head.weight", dict[str, str]()
-    for block in range(model.layers, model.depth):
+    for block in range(model.layers, model.blocks):
         theirs = f"model.layers.{block}"
         found |= {f"{theirs}.embed_tokens.weight": embed, f"{theirs}.shared_head.head.weight": head}
     return found

@@ -32,7 +32,7 @@ def entries(model: ModelSection, norms: tuple[str, str] = NORMS) -> list[Entry]:
     d, kv_heads, F = model.head_width, model.kv_heads or model.heads, model.ffn_dim
     rows = (d * model.heads, d * kv_heads, d * kv_heads)
     table = same("embed", "model.embed_tokens")
-    for i in range(model.depth):
+    for i in range(model.blocks):
         ours, theirs = f"blocks.{i}", f"model.layers.{i}"
         qkv = tuple(f"{theirs}.self_attn.{x}_proj.weight" for x in "qkv")
         gate_up = tuple(f"{theirs}.mlp.{x}_proj.weight" for x in ("gate", "up"))

@@ -81,7 +81,7 @@ class Model(LanguageModel):
         """Pairs of features that do not rotate: their angle is 0."""
         self.dropout = model.dropout
         self.embed = Embedding(known(model.vocab_size), model.dim)
-        self.blocks = block_dict([self.block_type(model, number) for number in range(model.depth)])
+        self.blocks = block_dict([self.block_type(model, number) for number in range(model.blocks)])
         self.norm = self.norm_type(model.dim, known(model.norm_eps))
         self.head = None if model.tie_embeddings else Linear(model.dim, known(model.vocab_size), bias=False)
 

@@ -180,7 +180,7 @@ def elements(model: ModelSection, layout: Layout) -> ModelElements:
 @lru_cache(maxsize=4096)
 def _elements(model: ModelSection, tp: int, ep: int, sp: bool, shards: int, shared: bool) -> ModelElements:
     layout = Layout(tp=tp, ep=ep, sp=sp, dp_shard=shards, zero=int(shared))
-    blocks = [Elements() for _ in range(model.depth)]
+    blocks = [Elements() for _ in range(model.blocks)]
     before = behind = Elements()
     known, frozen = dict[object, Elements](), card_of(model).frozen  # many parameters are alike
     local = local_parameters(card_of(model), layout)

@@ -124,7 +124,7 @@ def _way(s: Setting, predictor: Predictor, position: int) -> list[tuple[int, str
 
 def _modes(s: Setting, ways: Sequence[Sequence[tuple[int, str]]], counts: Sequence[int]) -> list[str]:
     """The modes after so many steps at each position."""
-    modes = ["none"] * s.model.depth
+    modes = ["none"] * s.model.blocks
     for way, count in zip(ways, counts, strict=True):
         for number, mode in way[:count]:
             modes[number] = mode

@@ -51,7 +51,7 @@ def streams(s: Setting) -> tuple[Flow, ...]:
     """What a rank reads and writes in a step."""
     b, zero = s.states, s.layout.zero
     sums = 1 if zero and scattered_once(zero, s.layout.pp) else s.microbatches
-    stays = 0.0 if zero or s.layout.pp > 1 else min(1.0, s.layout.offload_window / s.model.depth)
+    stays = 0.0 if zero or s.layout.pp > 1 else min(1.0, s.layout.offload_window / s.model.blocks)
     return flows(of(s), b.working, b.moments, s.microbatches, b.gradient, _masters_apart(s), sums, stays)
 
 
@@ -139,9 +139,9 @@ def ways(s: Setting) -> dict[str, StepTimeline]:
     t = of(s)
     if s.cluster.on_cpu or s.layout.ranks > 1 or {t.gradients, t.masters, t.states} != {"host"}:
         return {}
-    units, width = _units(s, min(UNITS, s.model.depth)), {}
+    units, width = _units(s, min(UNITS, s.model.blocks)), {}
     if t.working != "device":
-        width["width"] = max(WINDOW, math.ceil(s.layout.offload_window * len(units) / s.model.depth))
+        width["width"] = max(WINDOW, math.ceil(s.layout.offload_window * len(units) / s.model.blocks))
     return {name: simulate(units, replace(way, **width if way.width else {})) for name, way in WAYS.items()}
 
 
@@ -151,7 +151,7 @@ def window(s: Setting, room: float) -> int:
     window of WINDOW blocks leaves. Where no block stays for backward, more than WINDOW save no copy."""
     if s.layout.zero or s.layout.pp > 1:
         return WINDOW
-    units, part = _units(s, max(1, s.model.depth // len(stage_costs(s)))), rank_elements(s)[0]
+    units, part = _units(s, max(1, s.model.blocks // len(stage_costs(s)))), rank_elements(s)[0]
     block = s.states.working * part.computes / len(units)
     widths = range(WINDOW, max(WINDOW, min(len(units), WINDOW + int(room / block))) + 1)
     took = lambda width: simulate(units, replace(WAYS["window"], width=width)).seconds  # noqa: E731
@@ -199,8 +199,8 @@ def loads(s: Setting, own: Elements) -> Loads:
         if t.activations != "device":  # what a rank saves for the backward of one microbatch
             operations, modes = sums(s), s.recompute
             saved = {mode: microbatch(s, operations, mode) for mode in modes}
-            block = sum(max(saved[mode].plain, saved[mode].mixed) for mode in modes) / s.model.depth
-            blocks = math.ceil(s.model.depth / s.layout.pp) * block
+            block = sum(max(saved[mode].plain, saved[mode].mixed) for mode in modes) / s.model.blocks
+            blocks = math.ceil(s.model.blocks / s.layout.pp) * block
             size = blocks + saved[modes[0]].begin + saved[modes[-1]].end
         out, back = ({LINK: cluster.host_link.seconds(*way)} for way in ((0.0, size), (size, 0.0)))
         return Loads({}, (out, out), (back, back), "alone")

@@ -173,7 +173,7 @@ def fixed(s: Setting) -> float:
     per_block = machine.overhead("block step")
     if layout.shards > 1:
         per_block += machine.overhead(f"zero{layout.zero} step")
-    return s.cluster.oversubscription * (machine.overhead("step") + per_block * s.model.depth / layout.pp)
+    return s.cluster.oversubscription * (machine.overhead("step") + per_block * s.model.blocks / layout.pp)
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class _Step:
         self.slower = 1.0  # than an average device
         self.outside = self._each(model_states.outside_blocks(s, 0))
         begin, end = ([(op, cost.operation(op, s)) for op in ops] for ops in (s.work.begin, s.work.end))
-        blocks = [self._block(number) for number in range(s.model.depth)]
+        blocks = [self._block(number) for number in range(s.model.blocks)]
         ends = _Part("embedding", begin, self.shared.begin), _Part("head", end, self.shared.end)
         self.parts = [ends[0], *blocks, ends[1]]
         # of messages within the model

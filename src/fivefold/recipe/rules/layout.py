@@ -44,7 +44,7 @@ def experts(recipe: Sections) -> Iterator[Contradiction]:
 def recomputation(recipe: Sections) -> Iterator[Contradiction]:
     try:
         if budget_of(recipe.layout.recompute) is None:
-            of_blocks(recipe.layout.recompute, recipe.model.depth)
+            of_blocks(recipe.layout.recompute, recipe.model.blocks)
     except UserError as error:
         yield {"layout.recompute", "model.layers"}, str(error)
 
