@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from fivefold.kernels.hashing import hash_, indices, keys
 from fivefold.models import file_of
 from fivefold.models.layers import AddNorm, Output
+from fivefold.models.mup import into_residual, scales
 from fivefold.models.section import ModelSection
 from fivefold.sharding.parts import Part, Shape, boxes, local_shape
 
@@ -152,15 +153,17 @@ def init_box_(
     """Fills `out` with the box [box[0][0]:box[0][1], box[1][0]:box[1][1], ...] of parameter `name`, of this shape.
 
     Matrices: normal with standard deviation `init_std`, divided by sqrt(2 L) for the projections back into the residual
-    stream (GPT-2). Scales of norms: ones. Biases: zeros.
+    stream (GPT-2). Scales of norms: ones. Biases: zeros. With `base_dim` all of them are those of a model of that width
+    (and `base_layers`) times the factors of `mup.scales`.
     """
+    factor, _ = scales(model, name, shape)
     if name.endswith("bias"):
         out.zero_()
     elif len(shape) == 1:
-        out.fill_(1.0)
+        out.fill_(factor)
     else:
-        into_residual = name.endswith(("attention.out.weight", "down.weight", "mlp.experts.down"))
-        std = model.init_std / math.sqrt(2 * model.layers) if into_residual else model.init_std
+        branches = 2 * (model.base_layers or model.layers) if into_residual(name) else 1
+        std = model.init_std / math.sqrt(branches) * factor
         fill_normal_(out, keys(f"{seed}/{name}"), std, shape, box)
 
 

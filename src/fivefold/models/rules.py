@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from fivefold.models import ARCHITECTURES, file_of
+from fivefold.models import ARCHITECTURES, file_of, mup
 from fivefold.models.card import Contradiction, card_of
 from fivefold.models.section import FACTS, ModelSection
 from fivefold.sharding.layout import divisors
@@ -68,6 +68,7 @@ def model_rules(model: ModelSection, tp: int = 1) -> Iterator[Contradiction]:
             {"model.rope_mscale", "model.rope_scaling"},
             f'model.rope_mscale = {model.rope_mscale} needs model.rope_scaling = "yarn", not "{model.rope_scaling}"',
         )
+    yield from mup.rules(model)
     yield from card.rules()
 
 
@@ -135,6 +136,9 @@ FREE = {
     "freeze",
     "dropout",
     "init_std",
+    "depth",
+    "base_dim",
+    "base_layers",
     "capacity_factor",
     "aux_loss_weight",
     "balance_rate",
