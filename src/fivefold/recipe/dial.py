@@ -24,6 +24,8 @@ BASE_TOKENS, BASE_BATCH, BASE_RATE = 600 * 4096, 4096, 4e-3
 """Tokens of a run, tokens of its batch, and the learning rate that is best there."""
 GROWTH, FALL = 0.383, -0.32
 """Powers of a run's tokens: of the batch, of the learning rate."""
+SHORTEST = 0.1
+"""Runs of a smaller share of BASE_TOKENS, mostly trials, have no higher rate."""
 
 
 def _heads(recipe: Sections) -> int:
@@ -42,16 +44,15 @@ def _tokens_per_step(recipe: Sections) -> int:
 
 
 def _batch(recipe: Sections) -> int:
-    tokens = BASE_BATCH * ((recipe.train.tokens or BASE_TOKENS) / BASE_TOKENS) ** GROWTH
-    if recipe.train.steps:  # whose tokens grow with the batch
-        tokens = (BASE_BATCH * (recipe.train.steps / BASE_TOKENS) ** GROWTH) ** (1 / (1 - GROWTH))
+    """A number of steps leaves it as it is."""
+    tokens = BASE_BATCH * ((recipe.train.tokens or _tokens(recipe)) / BASE_TOKENS) ** GROWTH
     return 2 ** max(0, round(math.log2(tokens / recipe.model.seq_len)))
 
 
 def _rate(recipe: Sections) -> float:
     batch = _tokens_per_step(recipe)
-    length = recipe.train.tokens or batch * (recipe.train.steps or 1)
-    return float(f"{BASE_RATE * math.sqrt(batch / BASE_BATCH) * (length / BASE_TOKENS) ** FALL:.3g}")
+    length = (recipe.train.tokens or batch * (recipe.train.steps or 1)) / BASE_TOKENS
+    return float(f"{BASE_RATE * math.sqrt(batch / BASE_BATCH) * max(length, SHORTEST) ** FALL:.3g}")
 
 
 class Setting(NamedTuple):
