@@ -20,6 +20,7 @@ MODELS = [
     ModelSection(arch="bert", ffn_dim=96, **SMALL),
     ModelSection(arch="qwen3", kv_heads=2, head_dim=24, **SMALL),
     ModelSection(arch="olmo2", kv_heads=2, **SMALL),
+    ModelSection(arch="speedrun", kv_heads=2, **SMALL),
 ]
 
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -85,14 +85,25 @@ class LanguageModel(nn.Module, ABC):
             x_BTD = self.begin(inputs, documents.positions(positions_T) if documents else positions_T)
         context = self.context(positions_T)
         apart = {} if documents is None else {"documents": documents}
-        for number, block in self.blocks.items():
-            cached = {} if cache is None else {"cache": cache[int(number)]}
-            x_BTD = block(x_BTD, *context, **cached, **apart)
+        options = lambda number: apart | ({} if cache is None else {"cache": cache[number]})  # noqa: E731
+        x_BTD = self.through(x_BTD, inputs, context, options)
         if not self.last:
             return x_BTD
         if cache is not None and targets_BT is None:
             x_BTD = x_BTD[:, -1:]
         return self.end(x_BTD, targets_BT)
+
+    def through(
+        self,
+        x_BTD: Tensor,
+        tokens_BT: Tensor,
+        context: tuple[Tensor, ...],
+        options: Callable[[int], Mapping[str, Any]],
+    ) -> Tensor:
+        """The blocks, one after the other. tokens_BT: the model's inputs. options: of a block, by its number."""
+        for number, block in self.blocks.items():
+            x_BTD = block(x_BTD, *context, **options(int(number)))
+        return x_BTD
 
 
 class PreNormBlock(nn.Module):
@@ -161,6 +172,8 @@ def init_box_(
         out.zero_()
     elif len(shape) == 1:
         out.fill_(factor)
+    elif model.zero_init and into_residual(name):
+        out.zero_()
     else:
         branches = 2 * (model.base_layers or model.layers) if into_residual(name) else 1
         std = model.init_std / math.sqrt(branches) * factor

@@ -78,6 +78,7 @@ WORDS = {
     "free_heads": "heads of their own width",
     "attention_biases": "biases that only attention has",
     "latent_attention": "latent attention",
+    "extras": "techniques of speedruns",
 }
 """Facts of cards in words."""
 
@@ -136,6 +137,7 @@ FREE = {
     "freeze",
     "dropout",
     "init_std",
+    "zero_init",
     "depth",
     "base_dim",
     "base_layers",

@@ -117,6 +117,16 @@ class ModelSection(Section):
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights. Projections back into the residual stream get this divided by
     sqrt(2 L) (GPT-2)."""
+    zero_init: bool = False
+    """The projections back into the residual stream start at zero, so that each block starts as the identity."""
+    squared_relu: bool | None = _of("extras", None)
+    """The square of ReLU in place of SwiGLU (Primer, arXiv 2109.08668)."""
+    value_embeddings: int | None = _of("extras", None, ge=0, le=MOST_LAYERS)
+    """Blocks, counted from the last, in which each token adds a vector of its own to its values
+    (github.com/KellerJordan/modded-nanogpt). At most `layers`."""
+    skips: bool | None = _of("extras", None)
+    """The n-th block from the end also gets the output of the n-th block, times a learned factor per feature (as in
+    U-Net, arXiv 1505.04597)."""
     depth: int | None = Field(default=None, ge=1, le=MOST_DEPTH)
     """One dial for a whole run: sets the fields that its table names, such as `layers`, `dim`, `train.tokens` and
     `optim.lr`, where they are left open. What a shipped recipe says of them gives way to a depth of your own. `fivefold

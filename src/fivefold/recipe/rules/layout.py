@@ -71,6 +71,11 @@ def layout_rules(recipe: Sections) -> Iterator[Contradiction]:
         yield {f"layout.{name}" for name in names}, f"layout: {message}"
     yield from _tensor(recipe)
     yield from _context(recipe)
+    if layout.pp > 1 and not card_of(model).pipelined:
+        yield (
+            {"layout.pp", "model.arch"},
+            f"layout.pp = {layout.pp}: blocks of {model.arch} need what other stages have. Nearest valid: pp = 1",
+        )
     if any({"schedule", "virtual_stages"} & names for names, _ in wrong):
         return  # already reported
     per_rank = layout.stages_per_rank
