@@ -39,7 +39,7 @@ def room(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(room: Path, layout: str, optimizer: str) -> None:
     if optimizer == "muon" and "offload" in layout:
-        optimizer = "adamw8bit"
+        optimizer = "lion"
     recipe = tiny(room, layout, *SPEEDRUN, f"optim.name={optimizer}")
     report = compared(recipe, folder=room / optimizer)
     assert report.passed, report

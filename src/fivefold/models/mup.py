@@ -27,11 +27,15 @@ class Scales(NamedTuple):
 
 
 KINDS = {
-    "input": Scales(0.0, 0.0),  # embeddings, of which a token reads one row; norms and biases
+    "vector": Scales(0.0, 0.0),  # norms and biases
+    "embedding": Scales(
+        0.0, 0.5
+    ),  # of which a token reads one row; the rate is that of u-muP (arXiv 2407.17465)
     "hidden": Scales(0.5, 1.0),  # matrices between features, whose numbers grow with D
     "output": Scales(1.0, 1.0),  # from features to a fixed number: logits, an expert for each token
 }
-"""Table 3 of the first paper, for Adam. How the rate of hidden matrices falls depends on the optimizer
+"""Table 3 of the first paper, for Adam, but for embeddings, whose rate there does not fall: then that of the whole model
+has to fall with the width (benchmarks/dial.py). How the rate of hidden matrices falls depends on the optimizer
 (`OptimizerCard.width_power`)."""
 INTO_RESIDUAL = ("attention.out", "mlp.down", "mlp.shared.down", "mlp.experts.down")
 """What is added to the residual stream ends in these. Both numbers are also divided by L / `base_layers`, as often as
@@ -42,10 +46,11 @@ def kind(model: ModelSection, name: str, shape: tuple[int, ...]) -> str:
     """The kind of a parameter of this whole shape."""
     card = card_of(model)
     if not name.startswith(f"{card.stack}."):
-        last = name.startswith("head") or (card.tied and name.startswith("norm."))
-        return "output" if last else "input"
+        if name.startswith("head") or (card.tied and name.startswith("norm.")):
+            return "output"
+        return "vector" if len(shape) < 2 else "embedding"
     if len(shape) < 2:
-        return "input"
+        return "vector"
     return "output" if ".router." in name else "hidden"
 
 

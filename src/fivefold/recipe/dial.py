@@ -20,7 +20,7 @@ R = TypeVar("R", bound=Sections)
 KEY = "model.depth"
 ASPECT, HEAD, PER_PARAMETER = 64, 64, 20
 BASE_DIM, BASE_LAYERS, BASE_STD = 256, 4, 0.05
-BASE_TOKENS, BASE_BATCH, BASE_RATE = 600 * 4096, 4096, 4e-3
+BASE_TOKENS, BASE_BATCH, BASE_RATE = 600 * 4096, 4096, 2.7e-3
 """Tokens of a run, tokens of its batch, and the learning rate that is best there."""
 GROWTH, FALL = 0.383, -0.32
 """Powers of a run's tokens: of the batch, of the learning rate."""
