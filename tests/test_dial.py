@@ -128,7 +128,7 @@ def test_what_starts_smaller_and_learns_slower(tied: bool) -> None:
         "norm1.weight": (1, 1),
         "norm2.weight": (1, 1),
     }
-    wanted = {"embed.weight": (1, 1 / 2)} | ends
+    wanted = {"embed.weight": (1, 1 if tied else 1 / 2)} | ends
     wanted |= {f"blocks.{n}.{name}": both for n in range(4) for name, both in blocks.items()}
     assert {name: scales(model, name, shape) for name, shape in table.items()} == wanted
     given = updater_arguments(recipe, table)
@@ -216,7 +216,7 @@ def test_it_trains_as_with_the_factors_of_the_forward_pass(tied: bool) -> None:
     for name in module.state_dict():
         factors[name] = 1 / depth if name.endswith(("out.weight", "down.weight")) else 1.0
         rates[name] = lr / width if ("blocks" in name and "norm" not in name) or "head" in name else lr
-    rates["embed.weight"] = lr / width**0.5
+    rates["embed.weight"] = lr if tied else lr / width**0.5
     if tied:
         factors["norm.weight"] = 1 / width
     own = {name: nn.Parameter(p.detach() / factors[name]) for name, p in module.named_parameters()}

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from fivefold.models.card import Contradiction, card_of
 from fivefold.models.section import ModelSection
+from fivefold.sharding.parts import TIED
 
 
 class Scales(NamedTuple):
@@ -27,15 +28,15 @@ class Scales(NamedTuple):
 
 
 KINDS = {
-    "vector": Scales(0.0, 0.0),  # norms and biases
-    "embedding": Scales(
-        0.0, 0.5
-    ),  # of which a token reads one row; the rate is that of u-muP (arXiv 2407.17465)
+    "vector": Scales(
+        0.0, 0.0
+    ),  # norms and biases; also tied embeddings, as the last norm is the output's factor
+    "embedding": Scales(0.0, 0.5),  # a token reads one row. Its rate is u-muP's (arXiv 2407.17465)
     "hidden": Scales(0.5, 1.0),  # matrices between features, whose numbers grow with D
     "output": Scales(1.0, 1.0),  # from features to a fixed number: logits, an expert for each token
 }
-"""Table 3 of the first paper, for Adam, but for embeddings, whose rate there does not fall: then that of the whole model
-has to fall with the width (benchmarks/dial.py). How the rate of hidden matrices falls depends on the optimizer
+"""Table 3 of the first paper, for Adam, but for embeddings: with its constant rate for them, the best rate of a whole
+model still falls with the width (benchmarks/dial.py). That of hidden matrices is the optimizer's
 (`OptimizerCard.width_power`)."""
 INTO_RESIDUAL = ("attention.out", "mlp.down", "mlp.shared.down", "mlp.experts.down")
 """What is added to the residual stream ends in these. Both numbers are also divided by L / `base_layers`, as often as
@@ -48,7 +49,7 @@ def kind(model: ModelSection, name: str, shape: tuple[int, ...]) -> str:
     if not name.startswith(f"{card.stack}."):
         if name.startswith("head") or (card.tied and name.startswith("norm.")):
             return "output"
-        return "vector" if len(shape) < 2 else "embedding"
+        return "vector" if len(shape) < 2 or (card.tied and name == TIED) else "embedding"
     if len(shape) < 2:
         return "vector"
     return "output" if ".router." in name else "hidden"
