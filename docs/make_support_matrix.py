@@ -301,6 +301,10 @@ PROOFS = (
         "test_layouts", "test_norms_of_queries_and_keys_beside_experts",
         lambda p: (["model.arch=qwen3_moe"], p["layout"]),
     ),
+    Proof(
+        "test_speedrun", "test_layouts",
+        lambda p: (["model.arch=speedrun", f"optim.name={p['optimizer']}"], p["layout"]),
+    ),
     Proof("test_layouts", "test_other_architectures", lambda p: ([f"model.arch={p['arch']}"], p["layout"])),
     Proof(
         "test_layouts", "test_bf16_is_no_worse_than_one_process", lambda p: (["precision.mode=bf16"], p["layout"])
