@@ -36,7 +36,7 @@ WHOLE, GOAL, STEPS, GOAL_STEPS = "speedrun", "quickstart", 300, 600
 WITHOUT = {
     "muon": ["optim.name=adamw", "optim.lr=2.5e-3"],
     "squared_relu": ["model.squared_relu=false"],
-    "value_embeddings": ["model.value_embeddings=0"],
+    "value_embeddings": ["model.value_embeddings=false"],
     "skips": ["model.skips=false"],
     "zero_init": ["model.zero_init=false"],
     "tied": ["model.tie_embeddings=false"],

@@ -121,9 +121,8 @@ class ModelSection(Section):
     """The projections back into the residual stream start at zero, so that each block starts as the identity."""
     squared_relu: bool | None = _of("extras", None)
     """The square of ReLU in place of SwiGLU (Primer, arXiv 2109.08668)."""
-    value_embeddings: int | None = _of("extras", None, ge=0, le=MOST_LAYERS)
-    """Blocks, counted from the last, in which each token adds a vector of its own to its values
-    (github.com/KellerJordan/modded-nanogpt). At most `layers`."""
+    value_embeddings: bool | None = _of("extras", None)
+    """In each block a token adds a vector of its own to its values (github.com/KellerJordan/modded-nanogpt)."""
     skips: bool | None = _of("extras", None)
     """The n-th block from the end also gets the output of the n-th block, times a learned factor per feature (as in
     U-Net, arXiv 1505.04597)."""

@@ -39,10 +39,6 @@ def _tokens(recipe: Sections) -> int:
     return PER_PARAMETER * sum(card.active(name, math.prod(shape)) for name, shape in card.blocks().items())
 
 
-def _tokens_per_step(recipe: Sections) -> int:
-    return recipe.train.global_batch_size * recipe.model.seq_len
-
-
 def _batch(recipe: Sections) -> int:
     """A number of steps leaves it as it is."""
     tokens = BASE_BATCH * ((recipe.train.tokens or _tokens(recipe)) / BASE_TOKENS) ** GROWTH
@@ -50,7 +46,7 @@ def _batch(recipe: Sections) -> int:
 
 
 def _rate(recipe: Sections) -> float:
-    batch = _tokens_per_step(recipe)
+    batch = recipe.train.global_batch_size * recipe.model.seq_len
     length = (recipe.train.tokens or batch * (recipe.train.steps or 1)) / BASE_TOKENS
     return float(f"{BASE_RATE * math.sqrt(batch / BASE_BATCH) * max(length, SHORTEST) ** FALL:.3g}")
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from fivefold.models import work
-from fivefold.models.card import Contradiction, linear, swiglu
+from fivefold.models.card import linear, swiglu
 from fivefold.models.operations import Operation, Program, Sizes
 from fivefold.models.qwen3 import card as qwen3
 from fivefold.models.section import ModelSection
@@ -19,34 +18,17 @@ class Card(qwen3.Card):
     summary = "qwen3 with squared ReLU, embeddings of values, skips from the first blocks to the last"
     words = qwen3.Card.words | {
         "ffn_dim": "4 D with `squared_relu`, else 8/3 D, rounded up to a multiple of 64",
-        "value_embeddings": "`layers`",
     }
     extras = True
     pipelined = False
 
-    def rules(self) -> Iterator[Contradiction]:
-        yield from super().rules()
-        if (self.model.value_embeddings or 0) > self.model.layers:
-            yield (
-                {"model.value_embeddings", "model.layers"},
-                f"model.value_embeddings = {self.model.value_embeddings} must be at most model.layers = "
-                f"{self.model.layers}",
-            )
-
     def __init__(self, model: ModelSection) -> None:
         super().__init__(model)
-        self.gated = not self.resolved("squared_relu")
-        """True if the feed-forward layers are SwiGLU."""
-
-    def resolved(self, name: str) -> Any:
-        """A field of the model, which may be open."""
-        value = getattr(self.model, name)
-        return self.defaults()[name] if value is None else value
+        self.gated = model.squared_relu is False
 
     def defaults(self) -> dict[str, Any]:
-        found, model = super().defaults(), self.model
-        wide = {} if model.squared_relu is False else {"ffn_dim": 4 * model.dim}
-        return found | wide | {"squared_relu": True, "value_embeddings": model.layers, "skips": True}
+        wide = {} if self.gated else {"ffn_dim": 4 * self.model.dim}
+        return super().defaults() | wide | dict.fromkeys(("squared_relu", "value_embeddings", "skips"), True)
 
     @property
     def count(self) -> int:
@@ -54,14 +36,12 @@ class Card(qwen3.Card):
         return sum(map(math.prod, self.parameters.values()))
 
     def table(self) -> dict[str, Shape]:
-        model = self.model
-        width = (model.value_embeddings or 0) * (model.kv_heads or model.heads) * model.head_width
-        values: dict[str, Shape] = {"embed_values.weight": (model.vocab_size or 0, width)}
-        return super().table() | (values if width else {})
+        shape = self.model.vocab_size or 0, self.model.layers * values_width(self.model)
+        return super().table() | ({"embed_values.weight": shape} if self.model.value_embeddings else {})
 
     def block(self, number: int) -> dict[str, Shape]:
-        skip = {"skip.weight": (self.model.dim,)} if takes_skip(self.model, number) else {}
-        return super().block(number) | skip
+        skip = {"skip": (self.model.dim,)} if takes_skip(self.model, number) else {}
+        return skip | super().block(number)  # the module's own parameter comes first
 
     def feed_forward(self, number: int) -> dict[str, Shape]:
         D, F = self.model.dim, self.model.ffn_dim or 0
@@ -69,16 +49,13 @@ class Card(qwen3.Card):
 
     def cut(self, name: str, shape: Shape) -> Cut | None:
         if name == "embed_values.weight":
-            tables = self.model.value_embeddings or 1
-            return Cut("column", 1, (shape[1] // tables,) * tables)
+            return Cut("column", 1, (values_width(self.model),) * self.model.layers)
         return super().cut(name, shape)
 
     def attention_operations(self, s: Sizes, program: Program) -> list[Operation]:
-        """Blocks count alike: each adds its share of the values that have tables."""
-        attended = super().attention_operations(s, program)
-        size = s.N * (s.qkv - s.q) / 2 * s.e * (s.model.value_embeddings or 0) / s.model.layers
+        attended, size = super().attention_operations(s, program), s.N * (s.qkv - s.q) / 2 * s.e
         values = Operation("values", forward=3 * size, backward=size, kernels=1, part="inner", rate="norm")
-        return [attended[0], values, *attended[1:]] if size else attended
+        return [attended[0], values, *attended[1:]] if s.model.value_embeddings else attended
 
     def block_operations(self, s: Sizes, program: Program, mixed: bool = False) -> list[Operation]:
         """Half of the blocks add a skip."""
@@ -91,3 +68,8 @@ class Card(qwen3.Card):
 def takes_skip(model: ModelSection, number: int) -> bool:
     """True of the blocks of the second half, if there are skips."""
     return bool(model.skips) and number >= model.layers - model.layers // 2
+
+
+def values_width(model: ModelSection) -> int:
+    """Features of a token's values in a block."""
+    return (model.kv_heads or model.heads) * model.head_width

@@ -3,8 +3,8 @@ github.com/KellerJordan/modded-nanogpt, 2024 to 2026), each an option.
 
 - **Squared ReLU** (Primer, arXiv 2109.08668) in place of SwiGLU, with 4 D features: the same FLOPs.
 - **Value embeddings**: a token adds a vector of its own, read from a table, to its values. (Modded-nanogpt's record of
-  November 2024; value residual learning, arXiv 2410.17897, is near it.) The last `value_embeddings` blocks have one
-  each. They are columns of one table, and tensor parallelism divides them by heads.
+  November 2024; value residual learning, arXiv 2410.17897, is near it.) The blocks' tables are columns of one, which
+  tensor parallelism divides by heads.
 - **Skips**: the block that is n-th from the end begins with the output of the n-th block, times a learned factor per
   feature, added to its input (as in U-Net, arXiv 1505.04597).
 
@@ -36,7 +36,7 @@ from fivefold.models.layers import (
 )
 from fivefold.models.qwen3 import module as qwen3
 from fivefold.models.section import ModelSection, known
-from fivefold.models.speedrun.card import takes_skip
+from fivefold.models.speedrun.card import takes_skip, values_width
 
 
 class SquaredReLU(Sublayer):
@@ -83,28 +83,20 @@ class Attention(qwen3.NormedAttention):
         return torch.cat((self.norm_q(q_BTHd), self.norm_k(k_BTKd), v_BTKd), dim=-2).flatten(-2)
 
 
-class Gain(nn.Module):
-    """A factor per feature."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-
-
 class Block(PreNormBlock):
     def __init__(self, model: ModelSection, number: int) -> None:
         D, eps, F = model.dim, known(model.norm_eps), known(model.ffn_dim)
         mlp = SquaredReLU(D, F) if model.squared_relu else SwiGLU(D, F)
         attention = Attention(model, model.attention_bias)
         super().__init__(RMSNorm(D, eps), attention, AddRMSNorm(D, eps), mlp, model.dropout)
-        self.skip = Gain(D) if takes_skip(model, number) else None
+        self.skip = nn.Parameter(torch.ones(D)) if takes_skip(model, number) else None
 
     def forward(
         self, x_BTD: Tensor, *tables: Tensor, skip_BTD: Tensor | None = None, **options: Any
     ) -> Tensor:
         """skip_BTD: another block's output."""
         if self.skip is not None and skip_BTD is not None:
-            x_BTD = torch.addcmul(x_BTD, skip_BTD, self.skip.weight)
+            x_BTD = torch.addcmul(x_BTD, skip_BTD, self.skip)
         return super().forward(x_BTD, *tables, **options)
 
 
@@ -112,9 +104,8 @@ class Model(qwen3.Model):
     def __init__(self, model: ModelSection) -> None:
         super().__init__(model)
         self.blocks = block_dict([Block(model, number) for number in range(model.layers)])
-        self.tables = known(model.value_embeddings)
-        width = self.tables * known(model.kv_heads) * model.head_width
-        self.embed_values = Embedding(known(model.vocab_size), width) if width else None
+        width = model.layers * values_width(model)
+        self.embed_values = Embedding(known(model.vocab_size), width) if model.value_embeddings else None
 
     def through(
         self,
@@ -124,11 +115,11 @@ class Model(qwen3.Model):
         options: Callable[[int], Mapping[str, Any]],
     ) -> Tensor:
         layers, outputs = len(self.blocks), list[Tensor]()
-        values = [] if self.embed_values is None else self.embed_values(tokens_BT).chunk(self.tables, -1)
-        for name, block in self.blocks.items():
-            number = int(name)
-            own = [values[place]] if (place := number - layers + self.tables) >= 0 else []
+        values = [()] * layers
+        if self.embed_values is not None:
+            values = [(values_BTv,) for values_BTv in self.embed_values(tokens_BT).chunk(layers, -1)]
+        for number, block in enumerate(self.blocks.values()):
             skip = {} if block.skip is None else {"skip_BTD": outputs[layers - 1 - number]}
-            x_BTD = block(x_BTD, *context, *own, **skip, **options(number))
+            x_BTD = block(x_BTD, *context, *values[number], **skip, **options(number))
             outputs.append(x_BTD)
         return x_BTD
