@@ -1,6 +1,6 @@
 """What each technique of the recipe `speedrun` is worth: with all of them and without each, in pairs of one seed.
 
-    python benchmarks/speedrun.py --train [--seeds 5] [--minutes 60] [--only muon,skips] [--steps 300]
+    python benchmarks/speedrun.py --train [--seeds 5] [--minutes 60] [--only muon,skips] [--steps 400]
     python benchmarks/speedrun.py --time            (alone on the machine)
     python benchmarks/speedrun.py                   (the tables from what has been measured)
 
@@ -32,7 +32,7 @@ from quickstart_quality import test_files
 
 RESULTS = Path(__file__).parent / "results" / "speedrun.json"
 PROGRAM = [sys.executable, "-c", "from fivefold.cli.main import main; main()"]
-WHOLE, GOAL, STEPS, GOAL_STEPS = "speedrun", "quickstart", 300, 600
+WHOLE, GOAL, STEPS, GOAL_STEPS = "speedrun", "quickstart", 400, 600
 WITHOUT = {
     "muon": ["optim.name=adamw", "optim.lr=2.5e-3"],
     "squared_relu": ["model.squared_relu=false"],
