@@ -54,6 +54,11 @@ def test_what_is_set_beside_it_stays_and_the_rest_follows(tmp_path) -> None:
     assert (wide.model.dim, wide.model.layers, wide.model.heads) == (128, 4, 2)
     assert wide.train.tokens is not None
     assert wide.train.tokens < (load("dial", ["model.depth=4"]).train.tokens or 0)
+    tiny_run = load("dial", ["train.tokens=1"])
+    assert (tiny_run.train.global_batch_size, tiny_run.optim.lr) == (
+        8,
+        pytest.approx(2.7e-3 * 0.5**0.5 * 0.1**-0.32, rel=1e-2),
+    )
     short = load("dial", ["train.steps=100", "model.depth=4"])
     assert (short.train.steps, short.train.tokens) == (100, None)
     explicit = resolve(short, vocab_size=4096)

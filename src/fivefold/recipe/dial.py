@@ -25,7 +25,7 @@ BASE_TOKENS, BASE_BATCH, BASE_RATE = 600 * 4096, 4096, 2.7e-3
 GROWTH, FALL = 0.383, -0.32
 """Powers of a run's tokens: of the batch, of the learning rate."""
 SHORTEST = 0.1
-"""Runs of a smaller share of BASE_TOKENS, mostly trials, have no higher rate."""
+"""Runs of a smaller share of BASE_TOKENS, mostly trials, have no smaller batch and no higher rate."""
 
 
 def _heads(recipe: Sections) -> int:
@@ -41,8 +41,8 @@ def _tokens(recipe: Sections) -> int:
 
 def _batch(recipe: Sections) -> int:
     """A number of steps leaves it as it is."""
-    tokens = BASE_BATCH * ((recipe.train.tokens or _tokens(recipe)) / BASE_TOKENS) ** GROWTH
-    return 2 ** max(0, round(math.log2(tokens / recipe.model.seq_len)))
+    length = max((recipe.train.tokens or _tokens(recipe)) / BASE_TOKENS, SHORTEST)
+    return 2 ** max(0, round(math.log2(BASE_BATCH * length**GROWTH / recipe.model.seq_len)))
 
 
 def _rate(recipe: Sections) -> float:
