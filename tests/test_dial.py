@@ -100,6 +100,12 @@ def test_a_depth_has_a_model_of_its_own(tmp_path) -> None:
     assert load("continue", [f"train.init_from={tmp_path}"]).model.layers == 3
 
 
+def test_modules_and_optimizers_of_the_users_own_have_no_table() -> None:
+    recipe = load("quickstart", ["model.base_dim=64", "model.vocab_size=256"])
+    with pytest.raises(UserError, match="mu-P is not known for modules and optimizers of your own"):
+        updater_arguments(resolve(recipe, vocab_size=256), {"weight": (4, 4)}, frozenset())
+
+
 # mu-P
 
 SIZES = ["model.base_dim=32", "model.base_layers=2", "model.vocab_size=256", "model.seq_len=32"]

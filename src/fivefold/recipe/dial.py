@@ -90,9 +90,9 @@ def dialled(recipe: R, given: Collection[str]) -> R:
     """The recipe with what the dial sets of the fields that are not given. Without a depth it is the same."""
     if recipe.model.depth is None:
         return recipe
-    length = {"train.tokens", "train.steps"}
-    given = {*given, *(length if length & {*given} else ())}
-    if not length & given:
+    if "train.steps" in given:
+        given = {*given, "train.tokens"}
+    elif "train.tokens" not in given:
         recipe = _with(recipe, "train.steps", None)
     for key, value, _ in SETTINGS:
         if key not in given:

@@ -264,11 +264,10 @@ class _Draft:
 
     def _given(self) -> set[str]:
         """The fields that the dial leaves alone: what a shipped recipe says gives way to a user's depth."""
-        tables = ((section, fields) for section, fields in self.table.items() if isinstance(fields, dict))
-        given = {f"{section}.{name}" for section, fields in tables for name in fields}
-        if self.origins.get(dial.KEY) == OURS:
-            return given
-        return {key for key in given if self.origins.get(key) != OURS}
+        tables = {section: fields for section, fields in self.table.items() if isinstance(fields, dict)}
+        given = (f"{section}.{name}" for section, fields in tables.items() for name in fields)
+        all_stay = self.origins.get(dial.KEY) == OURS
+        return {key for key in given if all_stay or self.origins.get(key) != OURS}
 
     def _take_over(self) -> None:
         """Fills what is open of the model and the tokenizer by `train.init_from`. What a shipped recipe says of them

@@ -266,16 +266,14 @@ def updater_arguments(
             f"model.base_dim = {recipe.model.base_dim}: mu-P is not known for modules and optimizers of your own. "
             "Nearest valid: leave base_dim out"
         )
-    scaled = {
-        n: scales(recipe.model, n, shape, used.of(n, shape).width_power)[1] for n, shape in shapes.items()
-    }
+    mup = {n: scales(recipe.model, n, shape, used.of(n, shape).width_power)[1] for n, shape in shapes.items()}
     return {
         "card": used,
         "lr": optim.lr,
         # Only matrices decay
-        "weight_decay": {n: optim.weight_decay * factors(optim.groups, n)[1] / scaled[n] for n in shapes},
+        "weight_decay": {n: optim.weight_decay * factors(optim.groups, n)[1] / mup[n] for n in shapes},
         "fields": fields,
-        "rates": {n: rate_of(optim, n, shape, embeddings) * scaled[n] for n, shape in shapes.items()},
+        "rates": {n: rate_of(optim, n, shape, embeddings) * mup[n] for n, shape in shapes.items()},
         "tokens": targets // recipe.replica_groups.count,
     }
 
