@@ -8,7 +8,7 @@ from typing import Any
 
 from fivefold.models import work
 from fivefold.models.card import linear, swiglu
-from fivefold.models.operations import Operation, Program, Sizes
+from fivefold.models.operations import Operation, Program, Saved, Sizes, Work
 from fivefold.models.qwen3 import card as qwen3
 from fivefold.models.section import ModelSection
 from fivefold.sharding.parts import Cut, Shape
@@ -37,7 +37,10 @@ class Card(qwen3.Card):
 
     def table(self) -> dict[str, Shape]:
         shape = self.model.vocab_size or 0, self.model.layers * values_width(self.model)
-        return super().table() | ({"embed_values.weight": shape} if self.model.value_embeddings else {})
+        values: dict[str, Shape] = {"embed_values.weight": shape} if self.model.value_embeddings else {}
+        others = super().table()
+        norm = others.pop("norm.weight")
+        return others | values | {"norm.weight": norm}
 
     def block(self, number: int) -> dict[str, Shape]:
         skip = {"skip": (self.model.dim,)} if takes_skip(self.model, number) else {}
@@ -52,10 +55,14 @@ class Card(qwen3.Card):
             return Cut("column", 1, (values_width(self.model),) * self.model.layers)
         return super().cut(name, shape)
 
-    def attention_operations(self, s: Sizes, program: Program) -> list[Operation]:
-        attended, size = super().attention_operations(s, program), s.N * (s.qkv - s.q) / 2 * s.e
-        values = Operation("values", forward=3 * size, backward=size, kernels=1, part="inner", rate="norm")
-        return [attended[0], values, *attended[1:]] if s.model.value_embeddings else attended
+    def work(self, s: Sizes, program: Program) -> Work:
+        """Values are looked up before the blocks. In backward all of their gradients are there at once."""
+        found, size = super().work(s, program), s.N * (s.qkv - s.q) / 2 * s.e * s.model.layers
+        kept = (Saved("values", size, "stream"),)
+        values = Operation(
+            "values", forward=3 * size, backward=6 * size, kernels=2, saved=kept, rate="embedding"
+        )
+        return replace(found, begin=[*found.begin, values]) if s.model.value_embeddings else found
 
     def block_operations(self, s: Sizes, program: Program, mixed: bool = False) -> list[Operation]:
         """Half of the blocks add a skip."""

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fivefold.models.base import PreNormBlock, block_dict
@@ -54,7 +56,23 @@ class SquaredReLU(Sublayer):
 
     def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
         """(B, T, F) -> (B, T, D)."""
-        return self.down(F.relu(product).square())
+        if torch.compiler.is_compiling():
+            return self.down(F.relu(product).square())
+        return self.down(_Squared.apply(product))
+
+
+class _Squared(Function):
+    """relu(x) ** 2, which keeps its input only, and has one tensor beside it in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return F.relu(x).square_()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return F.relu(ctx.saved_tensors[0]).mul_(grads[0]).mul_(2.0)
 
 
 class Attention(qwen3.NormedAttention):
@@ -106,6 +124,9 @@ class Model(qwen3.Model):
         self.blocks = block_dict([Block(model, number) for number in range(model.layers)])
         width = model.layers * values_width(model)
         self.embed_values = Embedding(known(model.vocab_size), width) if model.value_embeddings else None
+        self.norm = self._modules.pop(
+            "norm"
+        )  # the last: FSDP2 holds the last gradient for longer, so it is small
 
     def through(
         self,
