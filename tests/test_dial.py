@@ -80,9 +80,12 @@ def test_the_source_of_each_default_is_named() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (["model.base_dim=64", "model.arch=bert", "train.sample_every=0"], "a masked language model"),
-        (["model.base_dim=64", "model.arch=olmo2"], "norms behind its sublayers"),
-        (["model.base_dim=64", "model.arch=deepseek"], "latent vectors"),
+        (
+            ["model.base_dim=64", "model.arch=bert", "train.sample_every=0"],
+            "not known for bert, only for decoders",
+        ),
+        (["model.base_dim=64", "model.arch=olmo2"], "not known for olmo2"),
+        (["model.base_dim=64", "model.arch=deepseek"], "not known for deepseek"),
         (["model.base_dim=64", "optim.name=sgd"], 'not known for the optimizer "sgd"'),
         (["model.base_layers=2"], "needs model.base_dim"),
         (["model.depth=0"], "must be a whole number >= 1"),

@@ -46,13 +46,11 @@ branches are added (CompleteP, alpha = 1)."""
 def kind(model: ModelSection, name: str, shape: tuple[int, ...]) -> str:
     """The kind of a parameter of this whole shape."""
     card = card_of(model)
-    if not name.startswith(f"{card.stack}."):
-        if name.startswith("head") or (card.tied and name.startswith("norm.")):
-            return "output"
-        return "vector" if len(shape) < 2 or (card.tied and name == TIED) else "embedding"
-    if len(shape) < 2:
+    if name.startswith("head") or ".router." in name or (card.tied and name.startswith("norm.")):
+        return "output"
+    if len(shape) < 2 or (card.tied and name == TIED):
         return "vector"
-    return "output" if ".router." in name else "hidden"
+    return "hidden" if name.startswith(f"{card.stack}.") else "embedding"
 
 
 def scales(
@@ -75,21 +73,18 @@ def into_residual(name: str) -> bool:
 
 
 def rules(model: ModelSection) -> Iterator[Contradiction]:
-    """Refuses models of whose parameters the papers do not say how they scale."""
-    card, said = card_of(model), f"model.base_dim = {model.base_dim}"
-    keys = {"model.base_dim", "model.arch"}
-    if model.base_dim is None:
-        if model.base_layers is not None:
-            yield (
-                {"model.base_layers", "model.base_dim"},
-                f"model.base_layers = {model.base_layers} needs model.base_dim, the width of the same model. Nearest "
-                f"valid: base_dim = {model.dim}",
-            )
-        return
-    why = {
-        "it is a masked language model with a layer behind its blocks": card.objective != "causal",
-        "norms behind its sublayers undo the scale of what is added": card.post_norm,
-        "its latent vectors need not grow with dim": card.latent_attention,
-    }
-    for reason in [text for text, holds in why.items() if holds][:1]:
-        yield keys, f'{said}: mu-P is not known for {model.arch}: {reason}. Nearest valid: arch = "llama"'
+    """Refuses models of whose parameters the papers do not say how they scale: masked ones with a layer behind the
+    blocks, norms that undo the scale of what is added, latent vectors that need not grow with D."""
+    card, keys = card_of(model), {"model.base_dim", "model.arch"}
+    if model.base_dim is None and model.base_layers is not None:
+        yield (
+            {"model.base_layers", "model.base_dim"},
+            f"model.base_layers = {model.base_layers} needs model.base_dim, the width of the same model. Nearest "
+            f"valid: base_dim = {model.dim}",
+        )
+    if model.base_dim and (card.objective != "causal" or card.post_norm or card.latent_attention):
+        yield (
+            keys,
+            f"model.base_dim = {model.base_dim}: mu-P is not known for {model.arch}, only for decoders with norms "
+            'before sublayers and without latent attention. Nearest valid: arch = "llama"',
+        )
