@@ -43,6 +43,9 @@ WITHOUT = {
     "long_decay": ["optim.decay_fraction=0.2"],
 }
 """The techniques, and the recipe without each."""
+WITHOUT["all_but_muon"] = [
+    one for name, sets in WITHOUT.items() if name not in ("muon", "tied") for one in sets
+]
 
 
 def main() -> None:
