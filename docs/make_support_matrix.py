@@ -304,6 +304,10 @@ PROOFS = (
     Proof(
         "test_families", "test_layouts_equal_one_process", lambda p: ([f"model.arch={p['arch']}"], p["layout"])
     ),
+    Proof(
+        "test_speedrun", "test_layouts",
+        lambda p: (["model.arch=speedrun", f"optim.name={p['optimizer']}"], p["layout"]),
+    ),
     Proof("test_layouts", "test_other_architectures", lambda p: ([f"model.arch={p['arch']}"], p["layout"])),
     Proof(
         "test_layouts", "test_bf16_is_no_worse_than_one_process", lambda p: (["precision.mode=bf16"], p["layout"])

@@ -39,6 +39,9 @@ MODELS = {
         rope_scaling="yarn",
         rope_context=8,
     ),
+    "speedrun": ModelSection(
+        arch="speedrun", layers=2, dim=32, heads=4, kv_heads=2, vocab_size=64, seq_len=24
+    ),
     "gpt2": ModelSection(arch="gpt2", layers=2, dim=32, heads=4, vocab_size=64, seq_len=24),
     **{
         arch: small_model(arch, tie_embeddings=False, layers=2, dim=32, heads=4, vocab_size=64, seq_len=24)

@@ -125,7 +125,9 @@ def test_live_microbatches_of_the_first_stage() -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("arch", ["llama", "gpt2", "bert", "moe", "qwen3", "olmo2", "deepseek", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "arch", ["llama", "gpt2", "bert", "moe", "qwen3", "olmo2", "deepseek", "qwen3_moe", "speedrun"]
+)
 def test_elements_are_those_of_the_sharding_table(layout: Layout, arch: str) -> None:
     section = ModelSection(arch=arch, layers=7, dim=64, heads=4, seq_len=32, ffn_dim=96)  # pyright: ignore[reportArgumentType]
     model = resolve_model(section, vocab_size=256)
@@ -223,8 +225,11 @@ TRACED = [
     ("moe", "fp8", "dp=2,ep=2,zero=2"),
     ("moe", "fp32", "dp=2,ep=2,expert_chunks=4"),
     ("llama", "bf16", "tp=2,recompute=full,offload=activations:tp"),
+    ("speedrun", "bf16", "dp=1"),
 ]
 TRACED_SLOW = [
+    ("speedrun", "fp32", "tp=2,sp=true,recompute=selective"),
+    ("speedrun", "fp32", "dp=2,zero=3,recompute=full"),
     ("gpt2", "bf16", "pp=2,schedule=zb_h1"),
     ("moe", "bf16", "dp=2,ep=2,zero=2"),
     ("moe", "fp32", "dp=2,ep=2,expert_buffer=1.5"),

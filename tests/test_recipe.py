@@ -37,9 +37,10 @@ from fivefold.recipe.rules.combinations import REFUSED, UNUSED, notes
 from fivefold.schedules.pipeline import TUNED
 
 SHIPPED = [
-    "bert-base-mlm", "bert-large-mlm", "bert-tiny", "continue", "deepseek-v3", "gpt2-1.5b", "gpt2-124m", "gpt2-355m",
-    "gpt2-774m", "gpt3-175b", "llama2-13b", "llama2-70b", "llama2-7b", "llama3-405b", "llama3-70b", "llama3-8b",
-    "mixtral-8x7b", "moe-tiny", "mt-nlg-530b", "quickstart", "qwen3-30b-a3b", "qwen3-8b", "shakespeare", "t-nlg-17b",
+    "bert-base-mlm", "bert-large-mlm", "bert-tiny", "continue", "deepseek-v3", "dial", "gpt2-1.5b", "gpt2-124m",
+    "gpt2-355m", "gpt2-774m", "gpt3-175b", "llama2-13b", "llama2-70b", "llama2-7b", "llama3-405b", "llama3-70b",
+    "llama3-8b", "mixtral-8x7b", "moe-tiny", "mt-nlg-530b", "quickstart", "qwen3-30b-a3b", "qwen3-8b", "shakespeare",
+    "speedrun", "t-nlg-17b",
 ]  # fmt: skip
 
 
@@ -414,6 +415,7 @@ def test_resolve_fills_everything_and_is_idempotent(recipe: Recipe, vocab_size: 
     allowed |= {"optim.lr_embeddings", "optim.lr_vectors"}  # those of optim.lr
     allowed |= {"optim.restart_steps"} if recipe.optim.schedule != "restarts" else set()
     allowed |= {"data.end_token"}  # only token files have it
+    allowed |= {"model.depth", "model.base_dim", "model.base_layers"}  # unset: no dial, no mu-P
     allowed |= {f"layout.{name}" for name in TUNED}  # each of some pipeline schedules
     allowed |= {"layout.compress_after"} if recipe.layout.compress == "none" else set()
     assert (

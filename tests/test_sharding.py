@@ -34,6 +34,7 @@ MODELS = [
     ModelSection(arch="llama", head_dim=6, attention_bias=True, **SMALL),
     ModelSection(arch="qwen3", head_dim=16, tie_embeddings=True, **SMALL),
     ModelSection(arch="olmo2", **SMALL),
+    ModelSection(arch="speedrun", kv_heads=2, **SMALL),
     ModelSection(arch="qwen3_moe", head_dim=16, experts=4, expert_ffn_dim=16, **SMALL),
     ModelSection(arch="deepseek", rope_dim=6, value_dim=5, dense_layers=1, **SMALL),
     *(small(arch, **SMALL) for arch in FAMILIES),

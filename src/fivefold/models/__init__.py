@@ -4,7 +4,7 @@ A folder `models/NAME` holds the files that the rest of the program loads for `a
 
 - `card.py`: class `Card`, a `fivefold.models.card.Card`: the architecture as data;
 - `module.py`: class `Model`, a `fivefold.models.base.LanguageModel`;
-- `hf.py`: the map to and from Hugging Face (see `fivefold/models/hf.py`).
+- `hf.py`: the map to and from Hugging Face (see `fivefold/models/hf.py`), where there is such a model.
 
 Below them, what models learn to predict.
 """
@@ -19,6 +19,8 @@ from typing import Literal
 ARCHITECTURES: tuple[str, ...] = tuple(
     sorted(file.parent.name for file in Path(__file__).parent.glob("*/card.py"))
 )
+EXCHANGED = tuple(arch for arch in ARCHITECTURES if (Path(__file__).parent / arch / "hf.py").is_file())
+"""Those that have a counterpart in Hugging Face `transformers`."""
 
 
 def file_of(arch: str, name: Literal["card", "module", "hf"]) -> ModuleType:

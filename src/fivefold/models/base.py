@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from fivefold.kernels.hashing import hash_, indices, keys
 from fivefold.models import file_of
 from fivefold.models.ahead import Ahead, Further, loss_with_further
 from fivefold.models.layers import AddNorm, Output
+from fivefold.models.mup import into_residual, scales
 from fivefold.models.section import ModelSection
 from fivefold.sharding.parts import Part, Shape, boxes, local_shape
 
@@ -89,11 +90,8 @@ class LanguageModel(nn.Module, ABC):
             x_BTD = self.begin(inputs, documents.positions(positions_T) if documents else positions_T)
         context = self.context(positions_T)
         apart = {} if documents is None else {"documents": documents}
-        for number, block in self.blocks.items():
-            if getattr(block, "ahead", None) is not None:
-                break
-            cached = {} if cache is None else {"cache": cache[int(number)]}
-            x_BTD = block(x_BTD, *context, **cached, **apart)
+        options = lambda number: apart | ({} if cache is None else {"cache": cache[number]})  # noqa: E731
+        x_BTD = self.through(x_BTD, inputs, context, options)
         if not self.last:
             return x_BTD
         if further is not None and targets_BT is not None and self.training:
@@ -101,6 +99,20 @@ class LanguageModel(nn.Module, ABC):
         if cache is not None and targets_BT is None:
             x_BTD = x_BTD[:, -1:]
         return self.end(x_BTD, targets_BT)
+
+    def through(
+        self,
+        x_BTD: Tensor,
+        tokens_BT: Tensor,
+        context: tuple[Tensor, ...],
+        options: Callable[[int], Mapping[str, Any]],
+    ) -> Tensor:
+        """The blocks, one after the other. tokens_BT: the model's inputs. options: of a block, by its number."""
+        for number, block in self.blocks.items():
+            if getattr(block, "ahead", None) is not None:  # it runs behind the model's end
+                break
+            x_BTD = block(x_BTD, *context, **options(int(number)))
+        return x_BTD
 
 
 class PreNormBlock(nn.Module):
@@ -166,15 +178,19 @@ def init_box_(
     """Fills `out` with the box [box[0][0]:box[0][1], box[1][0]:box[1][1], ...] of parameter `name`, of this shape.
 
     Matrices: normal with standard deviation `init_std`, divided by sqrt(2 L) for the projections back into the residual
-    stream (GPT-2). Scales of norms: ones. Biases, and scales that are added to 1: zeros.
+    stream (GPT-2). Scales of norms: ones. Biases, and scales that are added to 1: zeros. With `base_dim` all of them
+    are those of a model of that width (and `base_layers`) times the factors of `mup.scales`.
     """
+    factor, _ = scales(model, name, shape)
     if name.endswith(("bias", "delta")):
         out.zero_()
     elif len(shape) == 1:
-        out.fill_(1.0)
+        out.fill_(factor)
+    elif model.zero_init and into_residual(name):
+        out.zero_()
     else:
-        into_residual = name.endswith(("attention.out.weight", "down.weight", "mlp.experts.down"))
-        std = model.init_std / math.sqrt(2 * model.layers) if into_residual else model.init_std
+        branches = 2 * (model.base_layers or model.layers) if into_residual(name) else 1
+        std = model.init_std / math.sqrt(branches) * factor
         fill_normal_(out, keys(f"{seed}/{name}"), std, shape, box)
 
 

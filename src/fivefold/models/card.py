@@ -78,6 +78,10 @@ class Card(ABC):
     """True if some blocks have a mixture of experts as feed-forward."""
     multi_token = False
     """True if blocks behind the last one may predict further tokens (models/ahead.py)."""
+    extras = False
+    """True if its blocks may have value embeddings and skips."""
+    pipelined = True
+    """False if blocks need the tokens, or what other blocks than the one before them computed."""
     whole_sequences: tuple[str, ...] = ()
     """Modules at the model's end that compute with whole sequences under sequence parallelism, in their order, as
     prefixes of names (`norm.`). The sequence is gathered before the first of them; the output layer follows them."""

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from fivefold.errors import UserError
 from fivefold.files import MOST_INDEX, read_json
-from fivefold.models import ARCHITECTURES, file_of
+from fivefold.models import EXCHANGED, file_of
 from fivefold.models.card import card_of, resolve_model
 from fivefold.models.rules import model_rules
 from fivefold.models.section import ModelSection
@@ -117,6 +117,8 @@ def experts(
 def _exchange_of(model: ModelSection) -> ModuleType:
     """The map of a model's architecture. Raises UserError: fields have other values than the format can express (its
     table EXPRESSED)."""
+    if model.arch not in EXCHANGED:
+        raise UserError(f"this model cannot be exported: Hugging Face's formats have none like {model.arch}")
     exchange = file_of(model.arch, "hf")
     lacks = [
         f"model.{field} = {json.dumps(getattr(model, field))}"
@@ -318,7 +320,7 @@ def from_hf_config(config: Mapping[str, Any], folder: Path | None = None) -> Mod
     compute; names every one."""
     kind = config.get("model_type")
     kinds: dict[str, str] = {}
-    for arch in ARCHITECTURES:
+    for arch in EXCHANGED:
         kinds[file_of(arch, "hf").MODEL_TYPE] = arch
     if not isinstance(kind, str) or kind not in kinds:
         near = _nearest(config, _weight_names(folder) if folder else set())
@@ -371,7 +373,7 @@ def _nearest(config: Mapping[str, Any], weights: Set[str]) -> str:
     """The kind of ours that is most like an unknown one, by keys of config.json and names of weights (none: not known),
     and the first difference."""
     best, found, masked = -1.0, "", "MaskedLM" in str(config.get("architectures"))
-    for arch in ARCHITECTURES:
+    for arch in EXCHANGED:
         exchange, model = file_of(arch, "hf"), resolve_model(ModelSection(arch=arch), vocab_size=2)
         written = hf_config(model)
         keys = {key for key, value in written.items() if value}

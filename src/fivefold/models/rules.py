@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from fivefold.models import ARCHITECTURES, file_of
+from fivefold.models import ARCHITECTURES, file_of, mup
 from fivefold.models.card import Contradiction, card_of
 from fivefold.models.section import FACTS, ModelSection
 from fivefold.sharding.layout import divisors
@@ -54,6 +54,7 @@ def model_rules(model: ModelSection, tp: int = 1) -> Iterator[Contradiction]:
     yield from rotary_rules(model)
     if card.multi_token:
         yield from _multi_token(model)
+    yield from mup.rules(model)
     yield from card.rules()
 
 
@@ -118,6 +119,7 @@ WORDS = {
     "attention_biases": "biases that only attention has",
     "latent_attention": "latent attention",
     "multi_token": "modules for multi-token prediction",
+    "extras": "techniques of speedruns",
 }
 """Facts of cards in words."""
 
@@ -176,6 +178,10 @@ FREE = {
     "freeze",
     "dropout",
     "init_std",
+    "zero_init",
+    "depth",
+    "base_dim",
+    "base_layers",
     "capacity_factor",
     "aux_loss_weight",
     "balance_rate",

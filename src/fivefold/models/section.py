@@ -22,6 +22,7 @@ else:
 
 # Limits, several times beyond what anybody trains. Whoever reads a recipe or a config.json may do work in proportion.
 MOST_LAYERS = 4096
+MOST_DEPTH = 1024
 WIDEST = 1 << 20
 """Features, heads."""
 LONGEST = 1 << 27
@@ -130,6 +131,27 @@ class ModelSection(Section):
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights. Projections back into the residual stream get this divided by
     sqrt(2 L) (GPT-2)."""
+    zero_init: bool = False
+    """The projections back into the residual stream start at zero, so that each block starts as the identity."""
+    squared_relu: bool | None = _of("extras", None)
+    """The square of ReLU in place of SwiGLU (Primer, arXiv 2109.08668)."""
+    value_embeddings: bool | None = _of("extras", None)
+    """In each block a token adds a vector of its own to its values (github.com/KellerJordan/modded-nanogpt)."""
+    skips: bool | None = _of("extras", None)
+    """The n-th block from the end also gets the output of the n-th block, times a learned factor per feature (as in
+    U-Net, arXiv 1505.04597)."""
+    depth: int | None = Field(default=None, ge=1, le=MOST_DEPTH)
+    """One dial for a whole run: sets the fields that its table names, such as `layers`, `dim`, `train.tokens` and
+    `optim.lr`, where they are left open. What a shipped recipe says of them gives way to a depth of your own. `fivefold
+    check --explain` names the source of each."""
+    base_dim: int | None = Field(default=None, ge=1, le=WIDEST)
+    """Width at which `init_std` and the learning rates hold as they are given. At other widths they are scaled by mu-P
+    (arXiv 2203.03466), so that what was found on a small model holds for a large one; so is weight decay, such that
+    rate times decay stays. Heads should have the same width in both. Unset: as given at every width."""
+    base_layers: int | None = Field(default=None, ge=1, le=MOST_LAYERS)
+    """With `base_dim`: the number of blocks at which they hold as given. In models of other depths, initial weights and
+    rates of the projections back into the residual stream are divided by L / `base_layers` (CompleteP, arXiv
+    2505.01618). Unset: they depend on the width only."""
     experts: int | None = _of("has_experts", None, ge=1, le=MOST_EXPERTS)
     """E: routed experts per block."""
     experts_per_token: int | None = _of("has_experts", None, ge=1, le=MOST_EXPERTS)

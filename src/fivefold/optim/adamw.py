@@ -15,8 +15,16 @@ ADAMW = OptimizerCard(
     counts=True,
     second_moment="exp_avg_sq",
     finds_largest=True,
+    width_power=1.0,
 )
 CARDS = (
     ADAMW,
-    replace(ADAMW, name="adam", source="arXiv 1412.6980", build=fused("Adam"), finds_largest=False),
+    replace(
+        ADAMW,
+        name="adam",
+        source="arXiv 1412.6980",
+        build=fused("Adam"),
+        finds_largest=False,
+        width_power=None,
+    ),
 )

@@ -106,7 +106,8 @@ class OptimizerCard:
     rate, weight decay and clipping are common to all. states: the tensors it keeps besides the masters. counts: True if
     the number of steps is kept with every tensor ("step", one fp32). second_moment: the state that averages the squared
     gradient, if the update divides by its root. usual_lr: the range of peak learning rates that are of use; `fivefold
-    check` warns of others.
+    check` warns of others. width_power: mu-P divides the rate of a matrix between features by this power of its width
+    (`models/mup.py`), which suits updates that do not depend on the gradient's size; None: not known.
 
     It is either fused (build: see `Build`) or a rule that runs tensor by tensor (rule: see `Rule`). Of a rule: needs:
     what the update of an element depends on. coupled: weight decay is added to the gradient; else it is decoupled.
@@ -132,6 +133,7 @@ class OptimizerCard:
     flops: Callable[[Shape], float] = lambda shape: 0.0
     jumps: str = ""
     usual_lr: tuple[float, float] = (1e-6, 0.03)
+    width_power: float | None = None
     finds_largest: bool = False
 
     @property

@@ -66,5 +66,6 @@ MUON = OptimizerCard(
     rest=ADAMW,
     reads=2.0,
     flops=muon_flops,
+    width_power=0.5,  # an update's largest singular value is RMS sqrt(D) here, and of Adam's about D
 )
 CARDS = (MUON,)

@@ -44,6 +44,7 @@ CARDS = (
         fields={"betas": (0.9, 0.99)},
         states=(OptimizerState("exp_avg"),),
         reads=2.0,
+        width_power=1.0,
     ),
     OptimizerCard(
         "sophia",

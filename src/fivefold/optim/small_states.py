@@ -86,6 +86,7 @@ CARDS = (
         second_moment="exp_avg_sq",
         needs="rows",
         applies=lambda name, shape: len(shape) > 1,
+        width_power=1.0,
         rest=ADAMW,
         jumps="rounding may choose the next code",
         reads=5.0,

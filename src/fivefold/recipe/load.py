@@ -16,7 +16,8 @@ from pydantic import ValidationError, model_validator
 from fivefold.errors import LONGEST_WORD, Problem, UserError, brief, did_you_mean, problem, shortened
 from fivefold.files import expanded, guard, read_text
 from fivefold.models.section import LARGEST
-from fivefold.recipe import foreign, messages
+from fivefold.recipe import dial, foreign, messages
+from fivefold.recipe.dial import dialled
 from fivefold.recipe.foreign.hugging_face import HERE, hf_model
 from fivefold.recipe.messages import KEYS, SECTIONS, none_unsets, plain_type, to_toml
 from fivefold.recipe.rules import contradictions
@@ -87,7 +88,12 @@ def change(recipe: Recipe, overrides: Sequence[str] = (), layout: str | None = N
     Raises:
         UserError: as `load`.
     """
-    return _Draft(recipe.model_dump(exclude_none=True), {}).finish("recipe", overrides, layout)
+    table = recipe.model_dump(exclude_none=True)
+    if any(text.partition("=")[0].strip() == dial.KEY for text in overrides):  # sets all of it anew
+        for key in dial.KEYS:
+            section, _, name = key.partition(".")
+            table[section].pop(name, None)
+    return _Draft(table, {}).finish("recipe", overrides, layout)
 
 
 def shipped() -> dict[str, str]:
@@ -239,12 +245,14 @@ class _Draft:
             if key not in SECTIONS:
                 self._problem(key, value, messages.unknown_section(key, value))
         sections = {section: self._section(section) for section in SECTIONS}
-        draft = Recipe.model_construct(**sections)
+        draft = dialled(Recipe.model_construct(**sections), self._given())
         for keys, message in contradictions(draft):
             if not keys & self.wrong:
                 first = min((key for key in keys if key in message), key=message.index, default=min(keys))
                 section, _, field = first.partition(".")
-                self.problems.append(problem(message, first, getattr(sections.get(section), field, None)))
+                self.problems.append(
+                    problem(message, first, getattr(getattr(draft, section, None), field, None))
+                )
         if not (draft.train.steps or draft.train.tokens or {"train.steps", "train.tokens"} & self.wrong):
             message = "set train.steps or train.tokens, the length of the run"
             self.problems.append(problem(message, "train.steps"))
@@ -252,7 +260,14 @@ class _Draft:
             raise UserError(
                 messages.list_problems(name, [one.message for one in self.problems]), self.problems
             )
-        return Recipe(**sections)
+        return Recipe(**dict(draft))
+
+    def _given(self) -> set[str]:
+        """The fields that the dial leaves alone: what a shipped recipe says gives way to a user's depth."""
+        tables = {section: fields for section, fields in self.table.items() if isinstance(fields, dict)}
+        given = (f"{section}.{name}" for section, fields in tables.items() for name in fields)
+        all_stay = self.origins.get(dial.KEY) == OURS
+        return {key for key in given if all_stay or self.origins.get(key) != OURS}
 
     def _take_over(self) -> None:
         """Fills what is open of the model and the tokenizer by `train.init_from`. What a shipped recipe says of them

@@ -15,6 +15,7 @@ from fivefold.errors import LONGEST_MESSAGE, LONGEST_WORD, did_you_mean, printab
 from fivefold.models.rules import meaning
 from fivefold.models.section import LARGEST
 from fivefold.precision.formats import FORMATS
+from fivefold.recipe.dial import KEY, origin
 from fivefold.recipe.schema import Section, Sections
 
 SHOWN = {form.multiplied for form in FORMATS.values()}
@@ -131,6 +132,8 @@ def explain(recipe: Sections) -> list[Explained]:
         doc = " ".join((field.description or "").split())
         if key.startswith("model."):
             doc = meaning(key.removeprefix("model."), doc)
+        if source := origin(recipe, key):
+            doc += f" Here by `{KEY}`: {source}."
         rows.append(Explained(key, values[key], type_, field.default, doc, values[key] == field.default))
     return rows
 

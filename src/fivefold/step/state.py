@@ -22,6 +22,7 @@ from fivefold.models import predicted
 from fivefold.models.card import card_of
 from fivefold.models.custom import CustomModel, ModuleCard, buffers_of
 from fivefold.models.layers import Output
+from fivefold.models.mup import scales
 from fivefold.optim import OPTIMIZERS, OUTER, kept_in
 from fivefold.optim.card import factors, gathered, places, state_bytes, ways
 from fivefold.optim.rounding import Rounder
@@ -261,13 +262,20 @@ def updater_arguments(
     # with those that the data leaves out, such as prompts of conversations
     targets = predicted(card_of(recipe.model).objective, recipe.model.seq_len)
     targets *= recipe.train.global_batch_size
+    used = card or OPTIMIZERS[optim.name]
+    if recipe.model.base_dim and (embeddings is not None or used.width_power is None):
+        raise UserError(
+            f"model.base_dim = {recipe.model.base_dim}: mu-P is not known for modules and optimizers of your own. "
+            "Nearest valid: leave base_dim out"
+        )
+    mup = {n: scales(recipe.model, n, shape, used.of(n, shape).width_power)[1] for n, shape in shapes.items()}
     return {
-        "card": card or OPTIMIZERS[optim.name],
+        "card": used,
         "lr": optim.lr,
         # Only matrices decay
-        "weight_decay": {n: optim.weight_decay * factors(optim.groups, n)[1] for n in shapes},
+        "weight_decay": {n: optim.weight_decay * factors(optim.groups, n)[1] / mup[n] for n in shapes},
         "fields": fields,
-        "rates": {name: rate_of(optim, name, shape, embeddings) for name, shape in shapes.items()},
+        "rates": {n: rate_of(optim, n, shape, embeddings) * mup[n] for n, shape in shapes.items()},
         "tokens": targets // recipe.replica_groups.count,
     }
 

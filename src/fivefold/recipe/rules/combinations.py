@@ -93,6 +93,8 @@ REFUSED = (
             lambda r: r.data.packing == "best_fit" and card_of(r.model).objective == "mlm",
             "it predicts equally many tokens of each sequence, so it needs full ones",
             'packing = "concat", or arch = "llama"'),
+    Refused("model.depth", "train.init_from", lambda r: r.model.depth is not None and bool(r.train.init_from),
+            "the model is that of the folder", "leave depth out"),
     Refused("train.sample_every", "model.arch", lambda r: r.train.sample_every > 0 and not card_of(r.model).causal,
             "it is bidirectional and generates no text", "train.sample_every = 0"),
     Refused("train.batch_ramp", "optim.name", lambda r: bool(r.train.batch_ramp) and r.optim.name == "sophia",

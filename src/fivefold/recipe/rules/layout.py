@@ -71,6 +71,11 @@ def layout_rules(recipe: Sections) -> Iterator[Contradiction]:
         yield {f"layout.{name}" for name in names}, f"layout: {message}"
     yield from _tensor(recipe)
     yield from _context(recipe)
+    if layout.pp > 1 and not card_of(model).pipelined:
+        yield (
+            {"layout.pp", "model.arch"},
+            f"layout.pp = {layout.pp}: blocks of {model.arch} need what other stages have. Nearest valid: pp = 1",
+        )
     if any({"schedule", "virtual_stages"} & names for names, _ in wrong):
         return  # already reported
     per_rank = layout.stages_per_rank
@@ -278,8 +283,15 @@ def replica_groups(recipe: Sections) -> Iterator[Contradiction]:
 
 
 def optimizer(recipe: Sections) -> Iterator[Contradiction]:
-    """Refuses fields that only other optimizers have, and a loss scale that rounds."""
+    """Refuses fields that only other optimizers have, mu-P where it is not known, and a loss scale that rounds."""
     optim, scale, mode = recipe.optim, recipe.precision.loss_scale, PRECISIONS.get(recipe.precision.mode)
+    if recipe.model.base_dim and OPTIMIZERS[optim.name].width_power is None:
+        known = ", ".join(f'"{card.name}"' for card in OPTIMIZERS.values() if card.width_power)
+        yield (
+            {"model.base_dim", "optim.name"},
+            f"model.base_dim = {recipe.model.base_dim}: mu-P is not known for the optimizer "
+            f'"{optim.name}". Nearest valid: optim.name = one of {known}, or leave base_dim out',
+        )
     own_fields = OPTIMIZERS[optim.name].fields
     for name in FIELDS:
         value = getattr(optim, name)

@@ -1,0 +1,136 @@
+"""Techniques of speedruns: squared ReLU, value embeddings, skips, projections that start at zero. Layouts against one
+process, what is computed, what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layouts import compared, tiny
+from marks import only
+from torch.nn import functional as F
+
+from fivefold.errors import UserError
+from fivefold.models.base import build
+from fivefold.models.card import card_of
+from fivefold.models.hf import hf_config
+from fivefold.models.speedrun.module import SquaredReLU
+from fivefold.recipe import load, resolve
+
+SPEEDRUN = ("model.arch=speedrun", "model.kv_heads=2", "model.ffn_dim=64")
+LAYOUTS = [
+    "dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2", "tp=2,sp=true", "cp=2", "cp=2,cp_method=ulysses",
+    "cp=2,cp_method=all_gather", "dp=2,tp=2,zero=3", "dp=1,recompute=full", "dp=1,recompute=selective",
+    "tp=2,sp=true,recompute=full", "tp=2,sp=true,recompute=ops:attention+gate+norm",
+]  # fmt: skip
+
+
+def model_of(*changes: str):
+    sizes = ["model.layers=4", "model.dim=32", "model.heads=4", "model.seq_len=16", "model.init_std=0.2"]
+    return resolve(load("quickstart", ["model.arch=speedrun", *sizes, *changes]), vocab_size=64).model
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("speedrun")
+
+
+@only("tp=2,sp=true-muon", "dp=2,zero=3-adamw")
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(room: Path, layout: str, optimizer: str) -> None:
+    recipe = tiny(room, layout, *SPEEDRUN, f"optim.name={optimizer}")
+    report = compared(recipe, folder=room / optimizer)
+    assert report.passed, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp=2,offload=states:disk", "dp=2,zero=3,offload=all:disk"])
+def test_offload(room: Path, layout: str) -> None:
+    report = compared(tiny(room, layout, *SPEEDRUN), folder=room / "adamw")
+    assert report.passed, report
+
+
+@only("dp=2,zero=3")
+@pytest.mark.parametrize("layout", ["dp=2,zero=3", "tp=2,sp=true", "pp=2"])
+def test_projections_that_start_at_zero(room: Path, layout: str) -> None:
+    """An option of every architecture. Matrices behind which there is a zero have no gradient in the first step."""
+    recipe = tiny(room, layout, "model.zero_init=true")
+    weights = build(resolve(recipe, vocab_size=320).model, device="cpu").state_dict()
+    zero = {name for name, weight in weights.items() if not weight.any()}
+    assert zero == {n for n in weights if n.endswith(("attention.out.weight", "mlp.down.weight"))}
+    report = compared(recipe, folder=room / "zero")
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("layers", [4, 5])
+@torch.no_grad()
+def test_what_is_computed(layers: int) -> None:
+    """The model by hand, in a few lines of PyTorch."""
+    model = model_of(f"model.layers={layers}")
+    module: Any = build(model, device="cpu", seed=3)
+    for name, p in module.named_parameters():
+        if "skip" in name:
+            p.copy_(torch.linspace(0.5, 1.5, p.numel()))
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    x, (cos, sin) = module.begin(tokens, torch.arange(16)), module.context(torch.arange(16))
+    tables = F.embedding(tokens, module.embed_values.weight).unflatten(-1, (layers, 4, 8))
+    assert (cos.shape, [n for n, b in module.blocks.items() if b.skip is not None]) == (
+        (16, 4), [str(n) for n in range(layers - layers // 2, layers)],
+    )  # fmt: skip
+    outputs = []
+    for number, block in enumerate(module.blocks.values()):
+        if number >= layers - layers // 2:
+            x = x + block.skip * outputs[layers - 1 - number]
+        q, k, v = block.attention.qkv(block.norm1(x)).unflatten(-1, (12, 8)).split(4, dim=-2)
+        v = v + tables[:, :, number]
+        q, k = (
+            turned(norm(y), cos, sin)
+            for y, norm in ((q, block.attention.norm_q), (k, block.attention.norm_k))
+        )
+        y = F.scaled_dot_product_attention(*(one.transpose(1, 2) for one in (q, k, v)), is_causal=True)
+        x = x + y.transpose(1, 2).flatten(2) @ block.attention.out.weight.T
+        normed = F.rms_norm(x, (32,), block.norm2.weight, 1e-6)
+        x = x + F.relu(normed @ block.mlp.up.weight.T).square() @ block.mlp.down.weight.T
+        outputs.append(x)
+    logits = F.rms_norm(x, (32,), module.norm.weight, 1e-6) @ module.embed.weight.T
+    assert torch.allclose(logits, module(tokens), atol=1e-4)
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, dim=-1)
+    c, s = cos[:, None], sin[:, None]
+    return torch.cat((a * c - b * s, b * c + a * s), dim=-1)
+
+
+def test_without_its_techniques_it_is_the_model_below() -> None:
+    none = [
+        "model.squared_relu=false",
+        "model.value_embeddings=false",
+        "model.skips=false",
+        "model.seq_len=16",
+    ]
+    model = model_of(*none)
+    below = model_of(*none[3:], "model.arch=qwen3")
+    assert card_of(model).parameters == card_of(below).parameters
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    ours, theirs = (build(one, device="cpu")(tokens) for one in (model, below))
+    assert torch.equal(ours, theirs)
+    assert not any(isinstance(one, SquaredReLU) for one in build(model).modules())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["layout.pp=2", "layout.dp_replicate=1"], "blocks of speedrun need what other stages have"),
+        (["model.arch=llama", "model.skips=true"], "has no techniques of speedruns"),
+    ],
+)
+def test_what_is_refused(changes: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        load("quickstart", ["model.arch=speedrun", *changes])
+
+
+def test_it_is_not_exported() -> None:
+    with pytest.raises(UserError, match="cannot be exported: Hugging Face's formats have none like speedrun"):
+        hf_config(model_of())
