@@ -282,3 +282,27 @@ def test_gradients_in_host_memory_are_summed_on_the_device(shapes: list[tuple[in
     sum_gradients([replica], [list(gradients)], mesh)()
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, wanted[name])
+
+
+def test_gradients_in_host_memory_come_to_the_device_message_by_message() -> None:
+    """Those of many experts would not fit there together."""
+    gradients, there, most = {str(number): torch.randn(4) for number in range(3)}, [0], [0]
+
+    def start(flat: torch.Tensor) -> Any:
+        assert flat.device.type == "meta"
+        there[0] += 1
+        most[0] = max(most[0], there[0])
+
+        def wait() -> torch.Tensor:
+            there[0] -= 1
+            return torch.zeros(len(flat))
+
+        return wait
+
+    mesh: Any = SimpleNamespace(
+        axis=lambda _: SimpleNamespace(start_all_reduce=start), device=torch.device("meta")
+    )
+    replica: Any = SimpleNamespace(gradients=gradients)
+    sum_gradients([replica], [[name] for name in gradients], mesh)()
+    assert most == [1]
+    assert not any(gradient.any() for gradient in gradients.values())

@@ -141,7 +141,13 @@ def sum_gradients(replicas: Sequence[Replica], messages: list[list[str]], mesh: 
                 flat = parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
                 # Offloaded gradients come to the device for the sum: NCCL sends nothing else.
                 started.append((axis.start_all_reduce(flat.to(mesh.device)), parts))
-        for wait, parts in started:
+                if flat.device != mesh.device:  # one message at a time: together they may not fit
+                    settle(started)
+        settle(started)
+
+    def settle(started: list[tuple[Started, list[Tensor]]]) -> None:
+        while started:
+            wait, parts = started.pop(0)
             total = wait()
             if total is not parts[0]:
                 each = total.flatten().split([part.numel() for part in parts])

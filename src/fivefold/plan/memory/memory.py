@@ -238,14 +238,17 @@ def at_peak(
 
 def leaving(s: Setting, position: int) -> float:
     """Bytes of the gradients on a rank that leave its device unit by unit: of what is outside of blocks, and of two
-    blocks (one computes, one moves), or of those that wait from their I, which brings those of norms, to their W. 0 if
-    gradients stay. FSDP2's whole sums over microbatches stay besides."""
+    blocks (one computes, one moves), or of those that wait from their I, which brings those of norms, to their W. FSDP2
+    brings rows when a unit is done, so only one moves; its whole sums over microbatches stay besides. 0 if gradients
+    stay."""
     if tiers(s.layout.offload, s.states.master > 0).gradients == "device":
         return 0.0
     every = outside_blocks(s, position), rank_elements(s)[position], *elements(s.model, s.layout).blocks
     outside, own, *blocks = (part.keeps if s.layout.zero else part.computes for part in every)
+    if s.layout.zero:
+        return s.states.gradient * max(outside, min(own - outside, max(blocks)))
     wait, (schedule, _) = 2 * max(blocks), live_schedule(s.layout, s.microbatches)
-    if schedule and not s.layout.zero:
+    if schedule:
         owed = [sum(blocks[number] for number in stage) for stage in s.stages]
         wait = max(wait, owed_together(schedule.rows[position], owed))
     return s.states.gradient * (outside + min(own - outside, wait))

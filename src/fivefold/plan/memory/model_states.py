@@ -252,7 +252,7 @@ def buffers(s: Setting, first: bool, last: bool, some: bool = True) -> Buffers:
 
     Replicas add each gradient to its sum as soon as it exists. FSDP2 (parallel/zero.py) gathers a block's weights
     while the one before it computes. Under stage 3 these are buffers, and so are the weights outside blocks, which
-    stay gathered. After a block's backward, FSDP2 scatters an fp32 copy of its gradient. gloo has no reduce-scatter,
+    stay gathered. The last block's are still there at the loss. After a block's backward, FSDP2 scatters an fp32 copy of its gradient. gloo has no reduce-scatter,
     so the rank also needs as much to receive into.
     """
     layout, b, (blocks, before, behind, tied) = s.layout, s.states, elements(s.model, s.layout)
@@ -287,7 +287,7 @@ def buffers(s: Setting, first: bool, last: bool, some: bool = True) -> Buffers:
         inside = groups(layout)["inside"][0]
         scattered = b.gradient * (1 + 1 / shards + 1 / inside) + 2 * plus.gradients.per_element
     return Buffers(
-        gathered * whole,
+        gathered * (whole + unit),
         gathered * (whole + 2 * unit) + on_its_way + under_way * unit,
         gathered * (whole + unit) + on_its_way + (scattered + under_way) * unit,
         gathered * (whole + 2 * unit) + on_its_way + (b.gradient + under_way) * unit,
