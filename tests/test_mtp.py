@@ -197,7 +197,7 @@ def test_modules_stay_on_the_last_stage() -> None:
 QUICK = ["pp=2", "cp=2", "tp=2,sp=true", "dp=2,ep=2,zero=3"]
 LAYOUTS = [
     *QUICK, "dp=1", "dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2", "cp=2,cp_method=ulysses",
-    "cp=2,cp_method=all_gather", "cp=4", "dp=2,ep=2", "dp=1,recompute=full", "dp=1,recompute=selective",
+    "cp=2,cp_method=all_gather", "cp=4", "dp=3,zero=3", "dp=2,ep=2", "dp=1,recompute=full", "dp=1,recompute=selective",
     "dp=2,zero=3,recompute=full", "tp=2,sp=true,recompute=ops:attention+gate+norm", "tp=2,sp=true,tp_chunks=2",
     "pp=2,schedule=gpipe", "pp=2,schedule=interleaved,virtual_stages=2", "pp=2,schedule=zb_h1",
     "pp=2,schedule=zbv,virtual_stages=2", "pp=2,schedule=dualpipe", "pp=2,schedule=dualpipev",

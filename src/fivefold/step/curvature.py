@@ -122,11 +122,5 @@ def _numbered(microbatches: Sequence[Microbatch], state: State) -> Share:
             torch.arange(t, device=mesh.device) if microbatch.positions is None else microbatch.positions
         )
         tokens = rows * (t * mesh.size("cp")) + columns
-        numbered = microbatch._replace(targets=microbatch.targets.where(microbatch.targets < 0, tokens))
-        if (ahead := microbatch.further) is not None:  # each depth draws its own labels
-            B, depth, t = ahead.targets.shape
-            every = share.total * groups * B * t * mesh.size("cp")
-            later = tokens[:, None] + every * (1 + torch.arange(depth, device=mesh.device)[:, None])
-            ahead = ahead._replace(targets=ahead.targets.where(ahead.targets < 0, later))
-        found.append(numbered._replace(further=ahead))
+        found.append(microbatch._replace(targets=microbatch.targets.where(microbatch.targets < 0, tokens)))
     return Share(found, share.counted, share.total)
