@@ -81,14 +81,15 @@ class OneRank(NamedTuple):
     def attended(self, q: Tensor, kv: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
         """(out, lse) of queries (B, H, t, d), keys and values (2, B, K, t, d): (B, t, H d), and (B, H, t) in fp32. A
         sink is not its concern."""
-        out, lse = attend(q, *kv, self.causal, self._tiles(q, sees), sees.scores.soft_cap)
+        out, lse = attend(q, kv[0], kv[1], self.causal, self._tiles(q, sees), sees.scores.soft_cap)
         return out.transpose(1, 2).flatten(2), lse
 
     def backward(self, kept: Sequence[Any], dout: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
         """Gradients of q and kv. kept: q, kv, out, lse, and the number of the documents, if there are any
         (`numbered`)."""
-        rows, tiles = of_output(*kept[:4], dout), self._tiles(kept[0], sees)
-        dq, dk, dv = attend_backward(rows, *kept[1], self.causal, tiles, sees.scores.soft_cap)
+        (q, kv, out, lse, _), tiles = kept, self._tiles(kept[0], sees)
+        rows, cap = of_output(q, kv, out, lse, dout), sees.scores.soft_cap
+        dq, dk, dv = attend_backward(rows, kv[0], kv[1], self.causal, tiles, cap)
         return dq, torch.stack((dk, dv)).to(dq.dtype)
 
     def _tiles(self, q: Tensor, sees: Sees) -> Shared | None:
