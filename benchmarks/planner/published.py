@@ -363,8 +363,8 @@ def _kinds(results: dict[str, Result], runs: str, what: str) -> list[list[Any]]:
             if source := SOURCES.get(name):
                 found[kind_of(s, what)].append((source, s.layout.ranks, abs(ratio - 1)))
     rows = []
-    for kind, runs in sorted(found.items()):
-        sources, ranks, off = zip(*runs, strict=True)
+    for kind, listed in sorted(found.items()):
+        sources, ranks, off = zip(*listed, strict=True)
         means = round(fmean(off), 4), round(max(off), 4)
         rows.append([*kind, ", ".join(dict.fromkeys(sources)), min(ranks), max(ranks), len(off), *means])
     return rows
