@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -33,6 +34,7 @@ from fivefold.plan.time.cost import part
 from fivefold.recipe import resolve_model
 from fivefold.schedules.pipeline import Costs, build, simulate
 from fivefold.sharding.layout import Layout
+from fivefold.sharding.tiers import NOT_OFFLOADED
 
 Row = dict[str, str]
 Result = dict[str, Any]
@@ -334,6 +336,7 @@ TABLES: dict[str, Callable[[Path], Result]] = {
     "nanotron": nanotron_runs.compared,
 }
 
+RESULTS = Path(__file__).parents[1] / "results"
 SOURCES = {
     "sc21": "Megatron-LM 2021",
     "simumax": "SimuMax",
@@ -352,7 +355,31 @@ def compare(
 ) -> tuple[dict[str, Result], dict[str, list[list[Any]]]]:
     """What each table says, and what all say of each kind of run, as `software.PUBLISHED` has it."""
     results = {name: TABLES[name](folder) for name in names}
-    return results, {"time": _kinds(results, EACH, "time"), "memory": _kinds(results, BYTES, "memory")}
+    kinds = {"time": _kinds(results, EACH, "time"), "memory": _kinds(results, BYTES, "memory")}
+    return results, kinds | {"traced": _traced()}
+
+
+def _traced() -> list[list[Any]]:
+    """How far off the memory of traced steps was, without and with offload (gpu_memory.py)."""
+    found, ranks = defaultdict[bool, list[float]](list), defaultdict[bool, list[int]](list)
+    for name in ("planner_gpu_memory", "planner_gpu_memory_hard"):
+        for row in json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]:
+            fields = dict(field.split("=") for field in row["layout"].split(","))
+            away = fields.get("offload", NOT_OFFLOADED) != NOT_OFFLOADED
+            found[away].append(abs(row["planned"] / row["traced"] - 1))
+            ranks[away].append(math.prod(int(fields.get(axis, 1)) for axis in ("dp", "tp", "pp", "cp")))
+    return [
+        [
+            away,
+            "traced",
+            min(ranks[away]),
+            max(ranks[away]),
+            len(off),
+            round(fmean(off), 4),
+            round(max(off), 4),
+        ]
+        for away, off in sorted(found.items())
+    ]
 
 
 def _kinds(results: dict[str, Result], runs: str, what: str) -> list[list[Any]]:

@@ -20,6 +20,7 @@ from fivefold.plan.setting import PAPER, Setting, Software, States, software_of
 from fivefold.precision import DTYPES
 from fivefold.recipe.messages import wrong
 from fivefold.recipe.schema import Section
+from fivefold.sharding.tiers import NOT_OFFLOADED
 
 OWN = "fivefold"
 MOST_BYTES = 64 << 10
@@ -148,8 +149,11 @@ def program(name: str, cluster: Cluster) -> Software:
 
 
 PUBLISHED = Path(__file__).with_name("published.json")
-"""For time and for memory, of each kind of published run: [the kind, then what `Evidence` has]."""
+"""For time and for memory, of each kind of published run: [the kind, then what `Evidence` has]. For traced steps, with
+and without offload, the same of benchmarks/planner/gpu_memory.py."""
 Kind = tuple[Any, ...]
+FAR = 0.06
+"""A plan whose kind was at worst further off than this says so."""
 
 
 class Evidence(NamedTuple):
@@ -189,13 +193,18 @@ def evidence(s: Setting, what: str) -> Evidence | None:
 
 
 def said(s: Setting) -> list[str]:
-    """The same in words, of memory and of time."""
-    return [
+    """The same in words, of memory and of time; and how far off the memory of traced steps was, if it was far."""
+    memory, time = [
         found.says(what)
         if (found := evidence(s, what))
         else f"nobody has published the {what} of a run of this kind"
         for what in ("memory", "time")
     ]
+    traced = _published()["traced"][s.layout.offload != NOT_OFFLOADED,]
+    if traced.worst > FAR:
+        off = f"{100 * traced.mean:.2g}% on average, {100 * traced.worst:.2g}% at worst"
+        memory += f"; plans of {traced.rows} traced steps with offload were off by {off}"
+    return [memory, time]
 
 
 @cache
