@@ -17,10 +17,12 @@ from marks import only
 from ranks import Pool
 from test_out_of_memory import group_of
 from titan import loaded, of_titan, renamed, saved
+from typer.testing import CliRunner
 
 from fivefold.checkpoint import store, write
 from fivefold.checkpoint.dcp.read import METADATA, tensors
 from fivefold.checkpoint.source import Source, export_run, fingerprint, import_folder
+from fivefold.cli.main import app
 from fivefold.models.base import build
 from fivefold.models.hf import hf_config, to_hf
 from fivefold.recipe import ModelSection, Recipe, TrainSection, resolve, to_toml
@@ -182,6 +184,25 @@ def test_order_of_rows_rotates_the_same_pairs(tmp_path):
         queries, keys = turned(weights[q]).unflatten(1, (2, 2)), turned(weights[k])
         scores.append(torch.einsum("tghd,sgd->ghts", queries, keys))
     torch.testing.assert_close(*scores)
+
+
+def test_the_command_says_what_it_leaves_out(tmp_path):
+    model = model_of()
+    saved(0, 1, tmp_path / "dcp", of_titan(to_hf(weights_of(model), model), model), 1, "flat")
+    command = ["import", str(tmp_path / "dcp"), "--out", str(tmp_path / "run")]
+    assert "Put the model's beside the DCP checkpoint" in str(CliRunner().invoke(app, command).exception)
+    described(tmp_path / "dcp", model)
+    found = CliRunner().invoke(app, command)
+    assert found.exit_code == 0
+    assert "left out: 1 of dataloader, 1 of lr_scheduler, 22 of optimizer, 1 of train_state" in sorted_words(
+        found.output
+    )
+
+
+def sorted_words(text: str) -> str:
+    line = next(line for line in text.splitlines() if line.startswith("left out: "))
+    parts = line.removeprefix("left out: ").split(", ")
+    return "left out: " + ", ".join(sorted(parts, key=lambda part: part.split()[-1]))
 
 
 @pytest.mark.slow
