@@ -275,6 +275,7 @@ def test_training_sends_nothing_past_an_axis() -> None:
         if re.search("^import torch.distributed|^from torch.distributed", f.read_text(), re.M)
     ]
     assert sorted(str(file.relative_to(src)) for file in imports) == [
+        "checkpoint/dcp/write.py",  # the classes of its metadata
         "kernels/private.py",  # groups of replica groups
         "parallel/mesh.py",  # new groups, and DeviceMesh
         "parallel/offload/rows.py",  # FSDP2

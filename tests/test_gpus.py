@@ -430,7 +430,7 @@ def test_batches_are_copied_from_pinned_memory(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(torch.Tensor, "to", lambda x, *how, **more: said.append((*how, more)) or x)
     batch = np.arange(8).reshape(2, 4), np.arange(8).reshape(2, 4)
     source: Any = SimpleNamespace(batch=lambda i, rows: batch)
-    mesh: Any = SimpleNamespace(device=torch.device(device), size=lambda name: 1)
+    mesh: Any = SimpleNamespace(device=torch.device(device), size=lambda name: 1, further=0)
     found, counted = share_._rows(source, 0, range(2), mesh)
     widened, sent = (torch.int64, {}), (torch.device(device), {"non_blocking": True})
     assert said == [widened, *(["pinned"] if device == "cuda" else []), sent] * 2

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.kernels import cross_entropy, elementwise, matmul, native
-from fivefold.kernels.blockwise_attention import PLAIN, Documents, Scores, attention, heads_of
+from fivefold.kernels.blockwise_attention import PLAIN, Documents, Scores, attention, heads_of, qkv_attention
 from fivefold.kernels.fused_attention import fused_attention
 from fivefold.kernels.gpu import registry
 from fivefold.kernels.rounded import RoundedMatmuls
@@ -159,7 +159,8 @@ class AttentionCore(nn.Module):
         documents: Documents | None = None,
         scores: Scores = PLAIN,
     ) -> Tensor:
-        return fused_attention(
+        attends = fused_attention if scores.soft_cap or scores.sink is not None else qkv_attention
+        return attends(
             qkv, self.heads, self.kv_heads, cos_Td, sin_Td, self.causal, self.recompute, documents, scores
         )
 

@@ -40,9 +40,7 @@ DTYPES = {
         Dtype("bf16", 2.0, "bfloat16", 8, trains=True),
         Dtype("fp16", 2.0, "float16", 11),
         Dtype("fp8", 1.0, "float8_e4m3fn", 4, multiplied=False),
-        Dtype(
-            "mxfp8", 1 + 1 / 32, "float8_e4m3fn", 4, multiplied=False, stored=False
-        ),  # with its share of a scale
+        Dtype("mxfp8", 1 + 1 / 32, "float8_e4m3fn", 4, multiplied=False),  # with its share of a scale
     )
 }
 MASTER = "fp32"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fivefold.checkpoint.dcp.read import tensors
 from fivefold.errors import UserError
-from fivefold.models import ARCHITECTURES, file_of
+from fivefold.models import EXCHANGED, file_of
 from fivefold.models.hf import Weight
 from fivefold.models.section import ModelSection
 
@@ -46,7 +46,7 @@ def to_titan(weights: Mapping[str, Weight], model: ModelSection) -> dict[tuple[s
 
 def _names(model: ModelSection) -> dict[str, tuple[tuple[str, ...], int]]:
     if (names := getattr(file_of(model.arch, "hf"), "TITAN", None)) is None:
-        known = ", ".join(arch for arch in ARCHITECTURES if hasattr(file_of(arch, "hf"), "TITAN"))
+        known = ", ".join(arch for arch in EXCHANGED if hasattr(file_of(arch, "hf"), "TITAN"))
         raise UserError(f"DCP is read and written for {known}, not for {model.arch}")
     return names(model)
 

@@ -75,7 +75,7 @@ class Model(LanguageModel):
 
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
-        self.section, self.width = model, model.rotary_width
+        self.section, self.local, self.width = model, model.local, model.rotary_width
         self.amplitude = self.amplitude or model.rope_amplitude
         self.still = (model.head_width - self.width) // 2 if model.rotary_dim else 0
         """Pairs of features that do not rotate: their angle is 0."""
@@ -90,8 +90,8 @@ class Model(LanguageModel):
 
     def context(self, positions_T: Tensor) -> tuple[Tensor, ...]:
         tables = rope_table(positions_T, self.section, self.width, self.amplitude)
-        if self.section.local is not None:
-            tables = (*tables, *rope_table(positions_T, self.section.local, self.width, 1.0))
+        if self.local is not None:
+            tables = (*tables, *rope_table(positions_T, self.local, self.width, 1.0))
         if (rest := self.still) == 0:
             return tables
         return tuple(F.pad(table, (0, rest), value=float(i % 2 == 0)) for i, table in enumerate(tables))
