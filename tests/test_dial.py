@@ -85,6 +85,8 @@ def test_the_source_of_each_default_is_named() -> None:
             "not known for bert, only for decoders",
         ),
         (["model.base_dim=64", "model.arch=olmo2"], "not known for olmo2"),
+        (["model.base_dim=64", "model.arch=gemma3"], "not known for gemma3"),
+        (["model.zero_init=true", "model.arch=glm4"], "glm4 norms what a projection gives"),
         (["model.base_dim=64", "model.arch=deepseek"], "not known for deepseek"),
         (["model.base_dim=64", "optim.name=sgd"], 'not known for the optimizer "sgd"'),
         (["model.base_layers=2"], "needs model.base_dim"),

@@ -12,9 +12,11 @@ from ranks import run_ranks
 from steps import counted, planned, recipe_of
 from test_layouts import passes
 
+from fivefold.errors import UserError
 from fivefold.kernels.blockwise_attention import Documents
 from fivefold.kernels.tiling import Sample
 from fivefold.models.card import card_of, flops_per_token
+from fivefold.models.hf import from_hf_config, hf_config
 from fivefold.models.rules import model_rules
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.messages import volume
@@ -109,8 +111,6 @@ def test_what_is_refused(fields: dict, said: str) -> None:
 
 def test_files_mean_what_their_families_mean_by_default() -> None:
     """Configurations as published, without the keys that older versions do not write."""
-    from fivefold.models.hf import from_hf_config
-
     sizes = {
         "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -140,7 +140,28 @@ def test_files_mean_what_their_families_mean_by_default() -> None:
     assert (olmo.full_every, olmo.rope_factor, olmo.rope_local_theta) == (4, 8.0, 500000.0)
     assert (found["glm4"].rotary_dim, found["glm4"].attention_bias) == (4, True)
     assert found["phi3"].rotary_dim == 6
+    odd = ModelSection(arch="phi3", vocab_size=64, dim=88, heads=2, rotary_dim=30, tie_embeddings=False)
+    again = from_hf_config(hf_config(resolve_model(odd, vocab_size=64)))
+    assert again.rotary_dim == 30, "30 of 44: int(44 * (30 / 44)) is 29"
     assert small("phi3").rotary_dim == 4
+
+
+@pytest.mark.parametrize(
+    ("kinds", "said"),
+    [
+        (
+            ["chunked_attention"] * 8,
+            "layer_types must say full_attention or sliding_attention for each of the 8",
+        ),
+        (["sliding_attention"] * 7, "for each of the 8 layers, not sliding_attention for 7"),
+        (["full_attention"] * 2 + ["sliding_attention"] * 6, "^config.json: layer_types has another pattern"),
+    ],
+)
+def test_patterns_of_windows_are_read_or_refused(kinds: list[str], said: str) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    config = {"model_type": "olmo3", "num_hidden_layers": 8, "layer_types": kinds, **sizes}
+    with pytest.raises(UserError, match=said):
+        from_hf_config(config)
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(cp=4), Layout(cp=4, cp_method="all_gather")], ids=str)

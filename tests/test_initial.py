@@ -221,6 +221,17 @@ def test_each_expert_is_a_copy_of_a_dense_layer(base, text, tmp_path):
     assert "feed-forward layer" in (out / "initial.json").read_text()
 
 
+def test_checkpoints_keep_frozen_experts_that_the_source_has_not(base, text, tmp_path):
+    sets = [*UPCYCLED, "model.freeze=embed*, *.experts.*", "checkpoint.frozen=false"]
+    out = run_command(continued(base, text, *sets), out=tmp_path / "run", nproc=1)
+    names = store.Reader(store.latest(out)).names("model")
+    assert "embed.weight" not in names
+    assert "blocks.0.mlp.experts.down" in names
+    assert torch.equal(
+        weights_of(store.latest(out))["embed.weight"], weights_of(store.latest(base))["embed.weight"]
+    )
+
+
 @only("dp=2,ep=2")
 @pytest.mark.parametrize("layout", ["dp=2,ep=2", "dp=2,ep=2,zero=3", "tp=2", "pp=2"])
 def test_upcycling_reads_the_same_in_every_layout(base, text, tmp_path, layout):

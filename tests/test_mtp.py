@@ -18,6 +18,7 @@ from test_plan_memory import at_peak
 from torch import Tensor
 from torch.nn import functional as F
 
+from fivefold.checkpoint import store
 from fivefold.checkpoint.source import Source, export_run, import_folder
 from fivefold.errors import UserError
 from fivefold.kernels.blockwise_attention import Documents
@@ -278,6 +279,17 @@ def test_modules_are_layers_of_their_files(tmp_path) -> None:
     after = load_file(tmp_path / "out" / "model.safetensors")
     assert after.keys() == theirs.keys()
     assert all(torch.equal(after[name], theirs[name]) for name in theirs)
+
+
+def test_a_folder_without_the_modules_has_none(tmp_path) -> None:
+    """transformers writes the key, and not their weights."""
+    model = model_of()
+    theirs = {name: w for name, w in files_of(model)[1].items() if not name.startswith("model.layers.2.")}
+    kept = {name: w for name, w in theirs.items() if not name.startswith("model.layers.3.")}
+    folder = write_folder(tmp_path / "a", model, kept)
+    assert from_hf_config(json.loads((folder / "config.json").read_text()), folder).mtp_depth == 0
+    run = import_folder(folder, tmp_path / "run")
+    assert not any(name.startswith("blocks.2") for name in store.Reader(store.latest(run)).names("model"))
 
 
 def write_folder(folder: Path, model: ModelSection, theirs: dict[str, Tensor], **config: object) -> Path:

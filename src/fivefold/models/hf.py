@@ -328,6 +328,9 @@ def from_hf_config(config: Mapping[str, Any], folder: Path | None = None) -> Mod
             f'config.json: model_type = "{kind}" is not supported; {near}. Supported: {", ".join(kinds)}'
         )
     fields, problems = _read(kinds[kind], config)
+    names, behind = _weight_names(folder) if folder else set(), f"model.layers.{fields.get('layers')}."
+    if fields.get("mtp_depth") and names and not any(name.startswith(behind) for name in names):
+        fields["mtp_depth"] = 0  # transformers leaves out the weights of these modules, and not the key
     quantised = config.get("quantization_config") or {}
     for key, value in FP8.items() if quantised else ():
         if quantised.get(key, value if key == "fmt" else None) != value:
@@ -363,6 +366,8 @@ def _read(arch: str, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
         if hasattr(exchange, "from_config"):
             fields |= exchange.from_config(config)
         return fields, found + more
+    except UserError:
+        raise
     except KeyError as error:
         raise UserError(f"config.json: key {error} is missing") from error
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:

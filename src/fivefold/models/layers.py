@@ -60,7 +60,8 @@ class RMSNorm(nn.Module):
 
 
 class UnitRMSNorm(RMSNorm):
-    """x / rms(x) * (1 + delta), as in Gemma. Its parameter starts at 0."""
+    """x / rms(x) * (1 + delta), as in Gemma. Its parameter starts at 0. In bf16 the sum is rounded, which transformers
+    does not do."""
 
     def __init__(self, dim: int, eps: float) -> None:
         nn.Module.__init__(self)

@@ -82,7 +82,9 @@ def rules(model: ModelSection) -> Iterator[Contradiction]:
             f"model.base_layers = {model.base_layers} needs model.base_dim, the width of the same model. Nearest "
             f"valid: base_dim = {model.dim}",
         )
-    if model.base_dim and (card.objective != "causal" or card.post_norm or card.latent_attention):
+    if model.base_dim and (
+        card.objective != "causal" or card.post_norm or card.sandwich_norm or card.latent_attention
+    ):
         yield (
             keys,
             f"model.base_dim = {model.base_dim}: mu-P is not known for {model.arch}, only for decoders with norms "

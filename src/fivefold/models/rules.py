@@ -51,6 +51,12 @@ def model_rules(model: ModelSection, tp: int = 1) -> Iterator[Contradiction]:
     for name, fact in FACTS.items():
         if not getattr(card, fact) and getattr(model, name) != getattr(PLAIN, name):
             yield {f"model.{name}", "model.arch"}, f"model.{name}: {lacks(model, fact)}"
+    if model.zero_init and (card.post_norm or card.sandwich_norm):
+        yield (
+            {"model.zero_init", "model.arch"},
+            f"model.zero_init = true: {model.arch} norms what a projection gives, and the norm of zeros has gradients "
+            "of any size. Nearest valid: leave zero_init out",
+        )
     yield from rotary_rules(model)
     if card.multi_token:
         yield from _multi_token(model)

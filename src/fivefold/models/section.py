@@ -122,7 +122,7 @@ class ModelSection(Section):
     no_rope_every: int = _of("unrotated", 0, ge=0, le=MOST_LAYERS)
     """Every so many blocks one has no positions, the last of them (SmolLM3: 4; NoPE, arXiv 2305.19466). 0: none."""
     rotary_dim: int | None = _of("partly_rotated", None, ge=2, le=WIDEST)
-    """Features of a query head that rotary positions turn, the first ones. Unset: all."""
+    """Features of a query head that rotary positions turn. Unset: all."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of dropout on embeddings, attention outputs and feed-forward outputs."""
     freeze: str = ""

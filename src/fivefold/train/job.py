@@ -209,7 +209,8 @@ def initial(recipe: Recipe, tokenizer: Tokenizer | None = None, own: CustomModel
         _same_vocabulary(asked, folder / "tokenizer.json", recipe, tokenizer)
     at = str(checkpoint.resolve()) if checkpoint is not None else ""
     still, named = (card_of(recipe.model).frozen, str) if own is None else (own.frozen, own.card.named)
-    frozen = {name: named(name) for name in sorted(still) if name not in new}
+    there = set(source.names())  # copies that are experts here have no name there: checkpoints keep them
+    frozen = {name: named(name) for name in sorted(still) if name not in new and named(name) in there}
     return Initial(str(folder.resolve()), at, fingerprint(folder, checkpoint), new, changed, frozen)
 
 

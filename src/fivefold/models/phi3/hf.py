@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -48,6 +49,8 @@ def to_config(model: ModelSection) -> dict[str, Any]:
 
 def partial_rotation(model: ModelSection) -> dict[str, Any]:
     share = model.rotary_width / model.head_width
+    while int(model.head_width * share) < model.rotary_width:  # as transformers and `rotary_dim` round it
+        share = math.nextafter(share, 2)
     rope = llama.decoder(model)["rope_parameters"] | {"partial_rotary_factor": share}
     return {"rope_parameters": rope, "partial_rotary_factor": share}
 

@@ -64,9 +64,9 @@ class Card(qwen3.Card):
         )
         return replace(found, begin=[*found.begin, values]) if s.model.value_embeddings else found
 
-    def block_operations(self, s: Sizes, program: Program, mixed: bool = False) -> list[Operation]:
+    def block_operations(self, s: Sizes, program: Program, number: int = 0) -> list[Operation]:
         """Half of the blocks add a skip."""
-        operations = super().block_operations(s, program, mixed)
+        operations = super().block_operations(s, program, number)
         skip = work.add("skip", s, program, 0.0)
         half = replace(skip, forward=skip.forward / 2, backward=skip.backward / 2)
         return [half, *operations] if s.model.skips else operations

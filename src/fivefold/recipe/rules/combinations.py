@@ -230,8 +230,8 @@ REFUSED = (
              "a message holds both shared and sharded gradients"),
             ("layout.compress", lambda r: r.layout.compress != NONE, "the sum is not the whole gradient"),
             ("layout.zeropp", lambda r: "gradients" in r.layout.zeropp, "the sum is not the whole gradient"),
-            ("layout.pp model.tie_embeddings",
-             lambda r: r.layout.pp > 1 and bool(resolve_model(r.model, vocab_size=1).tie_embeddings),
+            ("layout.pp model.tie_embeddings model.mtp_depth",
+             lambda r: r.layout.pp > 1 and card_of(resolve_model(r.model, vocab_size=1)).tied,
              "two stages each have a part of the gradient of the embedding"),
         )
     ),
