@@ -52,6 +52,7 @@ CASES = {
     "the machine at hand": (["train.global_batch_size=4"], "local:2"),
 }
 SLOW = {
+    "no pipelines": (["model.arch=speedrun", "optim.name=muon", "train.global_batch_size=8"], "h100:4"),
     "moe": ([*MOE, "model.layers=2"], "a100:4"),
     "experts over nodes": ([*MOE, "model.layers=3"], "h100:2x2"),
     "fp8": (["precision.mode=fp8"], "h100:4"),
@@ -240,6 +241,19 @@ def bounds_of(space: Space) -> Bounds:
             marks=pytest.mark.slow,
         ),
         pytest.param("mixtral-8x7b", ["model.layers=6"], "a100:8x8", marks=pytest.mark.slow),
+        (
+            "llama3-8b",
+            [
+                "model.arch=mistral",
+                "model.dim=1024",
+                "model.ffn_dim=4096",
+                "model.layers=12",
+                "model.sliding_window=128",
+                "model.seq_len=262144",
+                "train.global_batch_size=4",
+            ],
+            "h100:4",
+        ),
     ],
 )
 def test_what_a_sequence_takes_in_a_huge_microbatch_bounds_all_sizes(
@@ -251,8 +265,11 @@ def test_what_a_sequence_takes_in_a_huge_microbatch_bounds_all_sizes(
     bounds = bounds_of(space)
     for seconds, size, start in bounds.starts(space):
         for c in space.sizes(start):
-            assert seconds <= bounds.start(c, space) * (1 + 1e-12), c
-            assert bounds.start(c, space) <= bounds.shape(c, space), c
+            if bounds.shared.exact:  # of windows, single sequences copy no keys
+                assert seconds <= bounds.shape(c, space), c
+            else:
+                assert seconds <= bounds.start(c, space) * (1 + 1e-12), c
+                assert bounds.start(c, space) <= bounds.shape(c, space), c
             assert size <= bounds.bytes.start(c, space) <= bounds.bytes.shape(c, space), c
 
 

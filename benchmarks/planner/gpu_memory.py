@@ -145,7 +145,11 @@ def main() -> None:
         rows.append(row)
         print(f"{name} {layout} {microbatch}: {100 * row.error:+.2f}%", file=sys.stderr, flush=True)
         if args.out:
-            found = {"seed": args.seed, "torch": torch.__version__, "rows": [asdict(row) for row in rows]}
+            later = [row for row in known.values() if row.layout not in {one.layout for one in rows}]
+            written = [
+                asdict(row) for row in (*rows, *later)
+            ]  # a run that is stopped keeps what it has not reached
+            found = {"seed": args.seed, "torch": torch.__version__, "rows": written}
             args.out.write_text(json.dumps(found, indent=1) + "\n")
     print(table(rows))
 

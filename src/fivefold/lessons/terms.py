@@ -281,8 +281,9 @@ def activations(asked: Asked) -> Iterator[Term]:
     total = 0.0
     for second, blocks in kinds.items():
         number = card.second.index(second)
-        kind = ("whole, " if second else "window, ") if card.narrow else "experts, " if second else "dense, "
-        named = kind if len(kinds) > 1 else ""
+        words = ("dense", "experts") if any(card.mixed) else ("rotary", "unrotated")
+        words = ("window", "whole") if card.narrow else words
+        named = f"{words[second]}, " if len(kinds) > 1 else ""
         ops = card.block_operations(sizes, program.of(s.kind(second, "none")[1]), number)
         block = kept_by_block(ops, "none", program)
         total += blocks * sum(block)

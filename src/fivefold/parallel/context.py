@@ -251,7 +251,8 @@ class RingAttention(OverRanks):
     def _shared(self, q: Tensor, sees: Sees) -> list[Shared] | None:
         """What documents and a window leave of each turn. With a window that is tiles on GPUs, too: flash attention
         knows windows only where the last query sees the last key."""
-        T, window = q.shape[2] * self.axis.size, sees.scores.window
+        T = q.shape[2] * self.axis.size
+        window = sees.scores.window if sees.scores.window < T else 0
         if (documents := sees.parts(q, T)) is None:
             return None
         columns = ring_columns(self.layout, T, self.axis.index, self.causal, window)

@@ -200,10 +200,13 @@ def said(s: Setting) -> list[str]:
         else f"nobody has published the {what} of a run of this kind"
         for what in ("memory", "time")
     ]
-    traced = _published()["traced"][s.layout.offload != NOT_OFFLOADED,]
+    away = s.layout.offload != NOT_OFFLOADED
+    traced = _published()["traced"][away,]
     if traced.worst > FAR:
         off = f"{100 * traced.mean:.2g}% on average, {100 * traced.worst:.2g}% at worst"
-        memory += f"; plans of {traced.rows} traced steps with offload were off by {off}"
+        memory += (
+            f"; plans of {traced.rows} traced steps {'with' if away else 'without'} offload were off by {off}"
+        )
     return [memory, time]
 
 

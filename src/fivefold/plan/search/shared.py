@@ -111,7 +111,8 @@ class SharedCosts:
         self.model, self.cluster, self.software = model, cluster, software
         self._many = replace(software, batch_first=False)  # a microbatch of one sequence copies least
         self.second = card_of(model).second
-        self.exact = bool(cluster.machine or software.documents)  # no price grows with its size alone
+        # no price grows with its size alone; of windows, only several sequences copy keys
+        self.exact = bool(cluster.machine or software.documents or card_of(model).narrow)
         self._operations: dict[Key, Operations] = {}
         self._microbatches: dict[Key, MicrobatchCost] = {}
         self._bytes: dict[Key, MicrobatchBytes] = {}

@@ -96,7 +96,7 @@ class Space:
     def stages(self, way: Layout) -> list[int]:
         """Pipeline sizes that leave whole ranks for the other axes."""
         rest = self.cluster.devices // (way.tp * way.cp)
-        most = self.recipe.model.layers
+        most = self.recipe.model.layers if card_of(self.recipe.model).pipelined else 1
         return [pp for pp in divisors(rest) if pp <= most and rest // pp * way.cp % way.ep == 0]
 
     def ways(self) -> Iterator[Layout]:
