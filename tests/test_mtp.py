@@ -34,6 +34,7 @@ from fivefold.plan.setting import _rounded
 from fivefold.recipe import load
 from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.parts import stage_blocks
+from fivefold.trace.blocks import kinds
 from fivefold.trace.depth import exact
 
 ODD = {
@@ -193,6 +194,13 @@ def test_modules_stay_on_the_last_stage() -> None:
     assert list(map(len, without)) == [4, 4, 4, 4]
     assert list(map(len, blocks)) == [5, 5, 5, 3]  # two of them modules, each with an output layer
     assert [number for part in blocks for number in part] == list(range(18))
+
+
+def test_modules_are_blocks_of_their_own_kind_in_traces(room) -> None:
+    """They keep more than other blocks, so their graphs are not those of others."""
+    found = kinds(tiny(room, "dp=1", *MODEL))
+    assert [kind.endswith("for a further token") for kind in found] == [False, False, True, True]
+    assert len(set(found[-2:])) == 1
 
 
 QUICK = ["pp=2", "cp=2", "tp=2,sp=true", "dp=2,ep=2,zero=3"]

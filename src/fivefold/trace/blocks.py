@@ -71,7 +71,7 @@ def kinds(recipe: Recipe) -> list[str]:
         block = f"{card.stack}.{number}."
         weights = sorted(name.removeprefix(block) for name in card.frozen if name.startswith(block))
         fixed = ["its input"] * (not trained[number]) + weights
-        kind = f"{mode}, {card.words_of(number)}"
+        kind = f"{mode}, {card.words_of(number)}" + " for a further token" * (number >= recipe.model.layers)
         kind += " in bf16" * (len(rounded) > 0 and number not in rounded)
         found.append(kind + f" without gradients of {', '.join(fixed)}" * bool(fixed))
     return found

@@ -203,6 +203,8 @@ def _analyse(
         given, (B, T) = batch._replace(positions=None).options(), batch.inputs.shape
         t, working = T // mesh.layout.tp if mesh.layout.sp else T, next(block.parameters()).dtype
         x = torch.empty(B, t, model.dim, dtype=working, device=DEVICE, requires_grad=trained)
+        if getattr(block, "ahead", None) is not None:  # of multi-token prediction
+            given |= {"tokens": torch.empty_like(x, requires_grad=trained)}
         tables = stage.context(torch.empty(T, dtype=torch.int64, device=DEVICE))
     there = {(tuple(tensor.shape), tensor.dtype) for tensor in living_on(block, tables, given)}
     compiler = Compiler(found, there)
