@@ -199,7 +199,7 @@ def test_modules_stay_on_the_last_stage() -> None:
 def test_modules_are_blocks_of_their_own_kind_in_traces(room) -> None:
     """They keep more than other blocks, so their graphs are not those of others."""
     found = kinds(tiny(room, "dp=1", *MODEL))
-    assert [kind.endswith("for a further token") for kind in found] == [False, False, True, True]
+    assert [kind.endswith("for a further token") for kind in found] == [False] * 4 + [True] * 2
     assert len(set(found[-2:])) == 1
 
 

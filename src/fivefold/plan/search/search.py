@@ -21,7 +21,6 @@ from typing import Any
 
 from fivefold.errors import UserError
 from fivefold.host.devices import GIB
-from fivefold.optim import OPTIMIZERS
 from fivefold.plan.advice.budget import DAY, Questions, answer
 from fivefold.plan.advice.explain import Folded, fold, limits, margin, reasons
 from fivefold.plan.cluster.devices import Cluster
@@ -305,10 +304,7 @@ def search(
         wide = Search(space, bounds, whole, best).glimpse() or bolder  # each takes a short search of its own
         bolder = min((within_budget(p, whole) for p in (bolder, wide)), key=lambda p: p.step.seconds)
     roomier = Search(space, bounds, ROOMIER * run.most, best).glimpse()
-    wider = None
-    # others update whole matrices, of which ranks have equal parts
-    if OPTIMIZERS[bounds.shared.software.optimizer].uniform:
-        wider = Search(replace(space, indivisible=True), bounds, run.most, best).glimpse()
+    wider = Search(replace(space, indivisible=True), bounds, run.most, best).glimpse()
     binding = limits(plans, bolder, roomier, wider)
     return Found(plans, considered, rejected, same, reasons(plans), binding, "", within)
 

@@ -16,6 +16,7 @@ from typing import Any
 from fivefold.models.card import card_of
 from fivefold.models.operations import Sizes
 from fivefold.models.recomputation import MODES, PREFIX, region
+from fivefold.optim import OPTIMIZERS
 from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.setting import software_of
 from fivefold.precision import PRECISIONS
@@ -107,6 +108,8 @@ class Space:
         tensor = [tp for tp in plain if allowed[tp] is not self.indivisible]
         if self.indivisible:
             most, length = 2 * self.cluster.per_node, self.recipe.model.seq_len
+            if not OPTIMIZERS[self.recipe.optim.name].uniform:  # it updates whole matrices, in equal parts
+                return
             yield from (Layout(tp=tp, sp=length % tp == 0) for tp in tensor if tp <= most)
             return
         context = [
