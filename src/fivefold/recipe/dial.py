@@ -71,7 +71,6 @@ SETTINGS = (
     Setting("model.head_dim", _open, "the width over the heads"),
     Setting("model.ffn_dim", _open, "the architecture's"),
     Setting("model.expert_ffn_dim", _open, "the architecture's"),
-    Setting("model.dense_layers", lambda r: min(r.model.dense_layers, (r.model.depth or 1) - 1), "the recipe's"),
     Setting("model.base_dim", lambda r: BASE_DIM, "the width on which rate and initial weights were tuned"),
     Setting("model.base_layers", lambda r: BASE_LAYERS, "the blocks of that model"),
     Setting("model.init_std", lambda r: BASE_STD, "quickstart's (benchmarks/results/quickstart_tuning.md)"),
