@@ -1,4 +1,4 @@
-# Two ways in: `make train` and `make test`. Each makes .venv first if it is not there; a second run starts at once.
+# Three ways in: `make train`, `make play` and `make test`. Each makes .venv first if it is not there; a second run starts at once.
 #
 #   PYTHON   the Python that .venv is made with (3.11 or newer)
 #   VENV     the folder of the environment
@@ -16,6 +16,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 # Empty files that say what is installed, and when: older than the two lists below, they are made again.
 TO_TRAIN := $(VENV)/.installed
+TO_PLAY := $(VENV)/.installed-play
 TO_TEST := $(VENV)/.installed-test
 TO_KERNELS := $(VENV)/.installed-triton
 TO_DOCS := $(VENV)/.installed-docs
@@ -30,7 +31,7 @@ lessons = if $(1) -c 'import torch, triton; assert torch.cuda.is_available()' 2>
 	  else echo "no CUDA device with Triton: the lectures' kernels are not timed"; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help train gpu test test-all test-chaos test-versions test-mutations check docs notebooks audit sbom release format clean
+.PHONY: help train play gpu test test-all test-chaos test-versions test-mutations check docs notebooks audit sbom release format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F '|' '{ printf "make %-10s %s\n", $$1, $$2 }'
@@ -38,6 +39,9 @@ help:  ## this list
 train: $(TO_TRAIN)  ## train a small language model on this machine: a few minutes
 	$(BIN)/fivefold train quickstart $(ARGS)
 	@echo "(in a shell where this was typed: . $(BIN)/activate)"
+
+play: $(TO_PLAY)  ## a page in the browser that trains, watches and compares runs
+	$(BIN)/fivefold play $(ARGS)
 
 ifeq ($(origin PYTHON),file)
 gpu: $(TO_TRAIN)  ## examine this machine's GPUs, in 8 minutes; PYTHON=python3: an environment that is there
@@ -119,13 +123,17 @@ $(TO_TRAIN): $(LISTS) | $(BIN)/python
 	$(INSTALL) -e .
 	@touch $@
 
+$(TO_PLAY): $(LISTS) | $(BIN)/python
+	$(INSTALL) -e '.[play]'
+	@touch $(TO_TRAIN) $@
+
 $(TO_TEST): $(LISTS) | $(BIN)/python
 	$(INSTALL) -e '.[test,dev]'
-	@touch $(TO_TRAIN) $@
+	@touch $(TO_TRAIN) $(TO_PLAY) $@
 
 $(TO_KERNELS): $(LISTS) | $(BIN)/python
 	$(INSTALL) -e '.[test,dev,triton]'
-	@touch $(TO_TRAIN) $(TO_TEST) $@
+	@touch $(TO_TRAIN) $(TO_PLAY) $(TO_TEST) $@
 
 $(TO_DOCS): $(LISTS) | $(BIN)/python
 	$(INSTALL) -e '.[docs]'

@@ -19,6 +19,7 @@ SRC = Path(fivefold.__file__).parent
 LINES = [
     {"__init__", "__main__"},
     {"cli"},
+    {"play"},
     {"train", "lessons"},
     {"bench", "trace"},
     {"step"},

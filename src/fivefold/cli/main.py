@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from fivefold.cli import bench, catalogs, check, draw, generate, lessons, plan, runs, train
+from fivefold.cli import bench, catalogs, check, draw, generate, lessons, plan, play, runs, train
 from fivefold.cli.options import OUTPUT, RECIPE, examples, flag, print_problems
 from fivefold.errors import (
     PASSING,
@@ -122,6 +122,7 @@ app = typer.Typer(
 
 for name, module, function in (
     ("train", train, train.train),
+    ("play", play, play.play),
     ("sweep", train, train.sweep),
     ("verify", train, train.verify),
     ("plan", plan, plan.plan),

@@ -31,6 +31,7 @@ from fivefold.files.writing import (
     numbered_folder,
     own_word,
     owned,
+    owner,
     posts,
     remove,
     rename,

@@ -369,6 +369,18 @@ def in_use(folder: Path) -> bool:
     return pid > 0 and alive
 
 
+def owner(folder: Path) -> int | None:
+    """The process of this host that has made the folder its own. None: there is none. What the lock's file says may be
+    anybody's word: the process must have that file open."""
+    try:
+        _, pid, _, alive = _owner(read_bytes(folder / LOCK, 1000).decode("utf-8", "replace"))
+        there = os.stat(folder / LOCK)
+        opened = [os.stat(file.path) for file in os.scandir(f"/proc/{pid}/fd")] if pid > 0 and alive else []
+    except (OSError, UserError):
+        return None
+    return pid if any(os.path.samestat(there, one) for one in opened) else None
+
+
 def _owner(text: str) -> tuple[str, int, str, bool]:
     """(host, process, time) of a lock's owner, and True if it may be alive: on another host it may. The file may hold
     anything."""

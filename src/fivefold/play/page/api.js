@@ -1,0 +1,29 @@
+// Asks the server. Everything throws an Error with a sentence for people.
+
+async function answer(request) {
+  let response;
+  try { response = await request; } catch { throw Error("The server does not answer. Is `fivefold play` still running?"); }
+  const text = await response.text();
+  let content;
+  try { content = JSON.parse(text); } catch { throw Error(text.slice(0, 300) || `The server answers ${response.status}`); }
+  if (!response.ok) throw Error(content.error || `The server answers ${response.status}`);
+  return content;
+}
+
+const address = (path, params = {}) => {
+  const query = new URLSearchParams(params).toString();
+  return `/api/${path}${query ? `?${query}` : ""}`;
+};
+
+export const get = (path, params) => answer(fetch(address(path, params)));
+
+export const post = (path, body = {}) =>
+  answer(fetch(address(path), { method: "POST", body: JSON.stringify(body) }));
+
+/** Calls onMessage(value) for each event, {error} among them. path may be [path, params]. Returns a function that ends it. */
+export function events(path, onMessage) {
+  const source = new EventSource(address(...[path].flat()));
+  source.onmessage = (event) => onMessage(JSON.parse(event.data));
+  source.addEventListener("end", () => source.close());
+  return () => source.close();
+}

@@ -1,0 +1,85 @@
+// What the parts build their pages with. Text from anywhere becomes text nodes, never markup.
+
+/** An element. attributes: `onclick` and the like are listeners, true sets one without a value, false and null none. */
+export function el(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (value !== false && value != null) element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.flat().filter((child) => child != null && child !== false));
+  return element;
+}
+
+/** A button that waits for its action and tells what goes wrong. */
+export const button = (words, action, attributes = {}) => {
+  const made = el("button", { type: "button", ...attributes, onclick: async () => {
+    made.disabled = true;
+    try { await action(); } catch (error) { tell(error.message, true); }
+    made.disabled = false;
+  } }, words);
+  return made;
+};
+
+/** Says something at the bottom of the page, and to screen readers. */
+let telling;
+export function tell(words, bad = false) {
+  const place = document.getElementById("told");
+  place.textContent = words;
+  place.className = bad ? "bad" : "";
+  clearTimeout(telling);
+  telling = setTimeout(() => { place.textContent = ""; }, bad ? 15000 : 4000);
+}
+
+/** Text to copy, such as a command. */
+export const copyable = (words, title) => el("figure", { class: "copy" }, title && el("figcaption", {}, title),
+  el("pre", { tabindex: 0 }, words), button("Copy", async () => {
+    await navigator.clipboard.writeText(words);
+    tell("Copied");
+  }, { "aria-label": `Copy ${title || "this text"}` }));
+
+/** A picture of the program's drawing kit. What could act or load is left out; its style is the page's. */
+export function picture(text, label) {
+  const made = new DOMParser().parseFromString(text, "image/svg+xml").documentElement;
+  if (made.localName !== "svg") throw Error("This is no picture");
+  for (const node of made.querySelectorAll("*")) {
+    if (["script", "style", "foreignObject", "image", "use", "a", "animate", "set"].includes(node.localName)) node.remove();
+  }
+  for (const node of [made, ...made.querySelectorAll("*")]) {
+    for (const { name } of [...node.attributes]) if (/^on|href|^style$/i.test(name)) node.removeAttribute(name);
+  }
+  return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label }, document.importNode(made, true));
+}
+
+/** A table. rows: arrays of text or elements; the first cell names its row. */
+export const table = (head, rows) => el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "table" },
+  el("table", {}, el("thead", {}, el("tr", {}, head.map((cell) => el("th", { scope: "col" }, cell)))),
+    el("tbody", {}, rows.map(([first, ...cells]) =>
+      el("tr", {}, el("th", { scope: "row" }, first), cells.map((cell) => el("td", {}, cell)))))));
+
+/** A field with its label. */
+export const field = (words, input, note) => el("label", { class: "field" }, el("span", {}, words), input, note && el("small", {}, note));
+
+/** Four digits and a letter: 13.82M, 1,234, 0.123. */
+export function short(value) {
+  if (value == null || !Number.isFinite(value)) return "–";
+  for (const [factor, letter] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]])
+    if (Math.abs(value) >= factor) return `${+(value / (letter === "k" ? 1e3 : factor)).toPrecision(4)}${letter}`;
+  return Math.abs(value) < 1000 ? `${+value.toPrecision(4)}` : Math.round(value).toLocaleString("en");
+}
+
+export const bytes = (value) => {
+  for (const [factor, unit] of [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]])
+    if (value >= factor) return `${+(value / factor).toPrecision(3)} ${unit}`;
+  return value == null ? "–" : `${Math.round(value)} B`;
+};
+
+export const time = (seconds) => {
+  if (seconds == null || !Number.isFinite(seconds)) return "–";
+  if (seconds < 9.95) return `${+seconds.toPrecision(2)} s`;
+  const s = Math.round(seconds), two = (n) => String(n).padStart(2, "0");
+  return s < 60 ? `${s} s` : s < 3600 ? `${Math.floor(s / 60)} min ${two(s % 60)} s` : `${Math.floor(s / 3600)} h ${two(Math.floor(s / 60) % 60)} min`;
+};
+
+/** A colour of the page's palette: `--c0` to `--c6`, `--soft`, `--rule`, ... */
+export const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();

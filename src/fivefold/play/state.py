@@ -1,0 +1,183 @@
+"""What the parts of the page share: the run folders, and how functions answer requests.
+
+A run is asked for by its name and looked up among those that were found, so no request can name another path.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+from anyio import to_thread
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from fivefold.errors import CheckFailed, UserError, did_you_mean, printable
+from fivefold.files import guard
+from fivefold.observe.metrics import last_line
+from fivefold.observe.report import run_recipe
+from fivefold.play.jobs import Jobs
+
+PAUSE_S = 0.5
+"""Between two looks at what may have changed."""
+MOST_BYTES = 1 << 20
+"""Of a request's body, unless its part says otherwise."""
+Params = Mapping[str, Any]
+
+
+@dataclass
+class State:
+    """The folders that the page shows: run folders, or folders of runs. New runs go into the first one."""
+
+    folders: Sequence[Path]
+    jobs: Jobs = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.jobs = Jobs(self.home)
+
+    @property
+    def home(self) -> Path:
+        """Where new runs go."""
+        first = self.folders[0]
+        return first.parent if _is_run(first) else first
+
+    def runs(self) -> dict[str, Path]:
+        """All runs by name, the newest first. Those of a sweep stand in its folder."""
+        found = set[Path]()
+        for folder in self.folders:
+            levels = [folder, *_folders(folder)]
+            found |= {run for run in (*levels, *(x for y in levels[1:] for x in _folders(y))) if _is_run(run)}
+        dated = sorted(found, key=lambda run: (_born(run), str(run)), reverse=True)
+        return {printable(str(run)): run for run in dated}
+
+    def run(self, name: object) -> Path:
+        """The run of this name, guarded. Raises UserError: there is none."""
+        runs = self.runs()
+        if not isinstance(name, str) or name not in runs:
+            raise UserError(f"there is no run '{name}'{did_you_mean(str(name), runs)}")
+        guard(runs[name], look=False)
+        return runs[name]
+
+    def within(self, path: Path) -> bool:
+        """True if the path, behind all links, lies in one of the folders."""
+        real = path.expanduser().resolve()
+        return any(real.is_relative_to(folder.resolve()) for folder in (*self.folders, self.home))
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "recipe.toml").is_file()
+
+
+def _folders(folder: Path) -> list[Path]:
+    """Folders in a folder, without hidden ones and links."""
+    with suppress(OSError):
+        return [x for x in folder.iterdir() if x.name[0] != "." and x.is_dir() and not x.is_symlink()]
+    return []
+
+
+def _born(run: Path) -> float:
+    """When the run began: its machine's facts are written once."""
+    for name in ("machine.json", "recipe.toml"):
+        with suppress(OSError):
+            return (run / name).stat().st_mtime
+    return 0.0
+
+
+def condition(run: Path) -> dict[str, Any]:
+    """What a run is doing. kind: training, stopped, complete, or new, which has no step yet."""
+    from fivefold.files import in_use
+
+    line, recipe = last_line(run), run_recipe(run)
+    step, steps = line["step"] if line else 0, recipe.train.steps if recipe else None
+    kind = "training" if in_use(run) else "stopped" if step else "new"
+    if kind == "stopped" and steps is not None and step >= steps:
+        kind = "complete"
+    return {"kind": kind, "step": step, "steps": steps}
+
+
+def as_json(content: Any) -> bytes:
+    """JSON in UTF-8. What JSON lacks becomes null (NaN, infinity), or an escape (lone surrogates)."""
+    try:
+        text = json.dumps(content, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        text = json.dumps(_finite(content), allow_nan=False, separators=(",", ":"))
+    return text.encode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _answer(content: Any, code: int = 200) -> Response:
+    return Response(as_json(content), code, media_type="application/json")
+
+
+async def _called(function: Callable[..., Any], *given: Any) -> tuple[Any, int]:
+    """What a function returns, called in a thread, and 200; or what is wrong, and 400."""
+    try:
+        return await to_thread.run_sync(function, *given), 200
+    except (UserError, CheckFailed) as error:
+        return {"error": str(error)}, 400
+    except OSError as error:
+        return {"error": printable(f"{error.filename or 'this machine'}: {error.strerror}")}, 400
+
+
+def get(path: str, function: Callable[[Params], Any]) -> Route:
+    """A question. function: makes the answer, JSON values or a Response, of the parameters; it runs in a thread."""
+
+    async def answer(request: Request) -> Response:
+        found, code = await _called(function, dict(request.query_params))
+        return found if isinstance(found, Response) else _answer(found, code)
+
+    return Route(path, answer)
+
+
+def post(path: str, function: Callable[[Params], Any]) -> Route:
+    """An order. function: as with `get`; it has the JSON object that was sent."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            given = json.loads(await request.body())
+            assert isinstance(given, dict)
+        except (ValueError, RecursionError, AssertionError):
+            return _answer({"error": "the request's body must be a JSON object"}, 400)
+        found, code = await _called(function, given)
+        return found if isinstance(found, Response) else _answer(found, code)
+
+    return Route(path, answer, methods=["POST"])
+
+
+def events(path: str, function: Callable[[Params], Iterator[Any]]) -> Route:
+    """A stream of server-sent events. function: yields their JSON values, each in a thread; None: nothing is new now.
+    An error of the user's ends the stream, and says why."""
+
+    async def lines(source: Iterator[Any]) -> AsyncIterator[bytes]:
+        end = object()
+        while True:
+            found, code = await _called(partial(next, source, end))
+            if found is end:
+                yield b"event: end\ndata: {}\n\n"
+                return
+            yield b":\n\n" if found is None else b"data: %s\n\n" % as_json(found)
+            if code != 200:
+                return
+            if found is None:
+                await anyio.sleep(PAUSE_S)
+
+    async def answer(request: Request) -> Response:
+        source = function(dict(request.query_params))
+        return StreamingResponse(lines(source), media_type="text/event-stream")
+
+    return Route(path, answer)

@@ -1,0 +1,85 @@
+"""A server of `fivefold play` in this process, and plain requests to it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fivefold.play import server as server_
+from fivefold.play.server import ADDRESS, Guard, listen, make_app
+
+TOKEN = "a-token-of-the-tests"
+
+
+class Play:
+    """The page's server. answers are (status, headers, body)."""
+
+    def __init__(self, app: Guard, port: int) -> None:
+        self.app, self.port = app, port
+        self.origin = f"http://{ADDRESS}:{port}"
+        self.url = f"{self.origin}/?token={TOKEN}"
+        self.cookie = f"{app.cookie}={TOKEN}"
+
+    def ask(
+        self, path: str, method: str = "GET", body: bytes | None = None, **headers: str
+    ) -> tuple[int, dict[str, str], bytes]:
+        """A request with no more than these headers."""
+        line = http.client.HTTPConnection(ADDRESS, self.port, timeout=20)
+        line.request(method, path, body, {name.replace("_", "-"): text for name, text in headers.items()})
+        answer = line.getresponse()
+        found = answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read()
+        line.close()
+        return found
+
+    def get(self, path: str, code: int = 200) -> Any:
+        status, _, text = self.ask(f"/api/{path}", Cookie=self.cookie)
+        assert status == code, text
+        return json.loads(text)
+
+    def post(self, path: str, given: Any, code: int = 200) -> Any:
+        body = json.dumps(given).encode()
+        status, _, text = self.ask(f"/api/{path}", "POST", body, Cookie=self.cookie, Origin=self.origin)
+        assert status == code, text
+        return json.loads(text)
+
+    def events(self, path: str) -> Iterator[Any]:
+        """The values of a stream of events, until it ends or the caller leaves."""
+        line = http.client.HTTPConnection(ADDRESS, self.port, timeout=20)
+        try:
+            line.request("GET", f"/api/{path}", headers={"Cookie": self.cookie})
+            answer = line.getresponse()
+            assert answer.status == 200, answer.read()
+            while text := answer.readline():
+                if text.startswith(b"data: ") and text != b"data: {}\n":
+                    yield json.loads(text[6:])
+        finally:
+            line.close()
+
+
+@contextmanager
+def playing(*folders: Path, host: str = ADDRESS, jobs: bool = False) -> Iterator[Play]:
+    """Serves these folders. jobs: starts those that wait."""
+    line, stop = listen(ADDRESS, 0), threading.Event()
+    app = make_app(folders, TOKEN, host)
+    server = server_.server(app)
+    threads = [threading.Thread(target=server.run, args=([line],), daemon=True)]
+    threads += [threading.Thread(target=app.state.jobs.follow, args=(stop,), daemon=True)] * jobs
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + 20
+    while not server.started:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    try:
+        yield Play(app, line.getsockname()[1])
+    finally:
+        stop.set()
+        server.should_exit = True
+        for thread in threads:
+            thread.join(10)

@@ -1,0 +1,285 @@
+"""`fivefold play`: who may ask, and what nobody can ask for."""
+
+import http.client
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from observe_run import make_run
+from playing import TOKEN, Play, playing
+from typer.testing import CliRunner
+
+from fivefold.cli.main import app
+from fivefold.errors import UserError
+from fivefold.files import owned, owner
+from fivefold.play import server as server_
+from fivefold.play.jobs import MOST, Jobs
+from fivefold.play.state import State, condition
+
+
+@pytest.fixture(scope="module")
+def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Play]:
+    folder = tmp_path_factory.mktemp("play") / "runs"
+    make_run(folder / "first", steps=20)
+    with playing(folder) as play:
+        yield play
+
+
+def test_the_token_opens_the_page(play: Play) -> None:
+    code, headers, text = play.ask(f"/?token={TOKEN}")
+    assert (code, b"/page/play.js" in text) == (200, True)
+    cookie = headers["set-cookie"]
+    assert cookie.startswith(f"{play.cookie}; ")
+    assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= {*cookie.split("; ")}
+    policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))
+    assert (policy["default-src"], policy["script-src"], policy["style-src"]) == (
+        "'none'",
+        "'self'",
+        "'self'",
+    )
+    assert policy["frame-ancestors"] == "'none'"
+    assert headers["x-content-type-options"] == "nosniff"
+    assert "server" not in headers
+    for file in (
+        "index.html",
+        "play.js",
+        "api.js",
+        "kit.js",
+        "play.css",
+        "uPlot.iife.min.js",
+        "uPlot.min.css",
+    ):
+        code, headers, text = play.ask(f"/page/{file}", Cookie=play.cookie)
+        assert (code, len(text) > 100) == (200, True), file
+        assert headers["content-type"].split(";")[0] in server_.TYPES.values()
+    assert play.get("parts")["parts"] == [
+        {"name": name, "title": title}
+        for name, title in server_.PARTS.items()
+        if (Path(server_.__file__).parent / f"{name}.py").exists()
+    ]
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/page/play.js", "/api/parts", "/nothing", "/?token=", "/?token=a-token"]
+)
+def test_nothing_without_the_token(play: Play, path: str) -> None:
+    for cookie in (
+        "",
+        f"{play.app.cookie}=",
+        f"{play.app.cookie}={TOKEN[:-1]}",
+        f"other={TOKEN}",
+        "\x01;=,",
+        "é",
+    ):
+        code, headers, text = play.ask(path, Cookie=cookie)
+        assert (code, text.decode()) == (401, server_.UNKNOWN), cookie
+        assert "set-cookie" not in headers
+        assert "frame-ancestors 'none'" in headers["content-security-policy"]
+    assert play.ask(f"/api/parts?token={TOKEN}")[0] == 401  # it is taken from the page's own address only
+
+
+def test_other_hosts_are_refused(play: Play) -> None:
+    for host in ("localhost", f"localhost:{play.port}", "127.0.0.1:9", "[::1]:9", "LOCALHOST"):
+        assert play.ask("/api/parts", Cookie=play.cookie, Host=host)[0] == 200, host
+    for host in ("evil.example", f"evil.example:{play.port}", "127.0.0.1.evil.example", "127.0.0.1:80@evil.example",
+                 "", ":", "10.0.0.1", socket.gethostname()):  # fmt: skip
+        code, _, text = play.ask("/api/parts", Cookie=play.cookie, Host=host)
+        assert (code, b"parts" in text) == (403, False), host
+    with socket.create_connection((server_.ADDRESS, play.port), timeout=10) as line:
+        line.sendall(
+            f"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\nCookie: {play.cookie}\r\n\r\n".encode()
+        )
+        assert line.makefile("rb").readline().split()[1] in (b"403", b"400")
+
+
+def test_an_open_host_answers_by_number_and_name(tmp_path: Path) -> None:
+    with playing(tmp_path, host="0.0.0.0") as play:
+        for host in ("10.0.0.1:6007", socket.gethostname(), "[fe80::1]:7", "localhost"):
+            assert play.ask("/api/parts", Cookie=play.cookie, Host=host)[0] == 200, host
+        for host in ("evil.example", "10.0.0.1.evil.example", ""):
+            assert play.ask("/api/parts", Cookie=play.cookie, Host=host)[0] == 403, host
+
+
+def test_other_pages_are_refused(play: Play) -> None:
+    for origin in (
+        "http://evil.example",
+        f"http://127.0.0.1:{play.port + 1}",
+        "null",
+        f"http://localhost:{play.port}",
+    ):
+        for method in ("GET", "POST"):
+            code, headers, _ = play.ask("/api/parts", method, Cookie=play.cookie, Origin=origin)
+            assert code == 403, origin
+            assert "access-control-allow-origin" not in headers
+    assert (
+        play.ask("/api/parts", "POST", b"{}", Cookie=play.cookie)[0] == 403
+    )  # browsers say where orders come from
+    for site in ("cross-site", "same-site"):
+        assert play.ask("/api/parts", Cookie=play.cookie, Sec_Fetch_Site=site)[0] == 403
+        assert play.ask("/", Cookie=play.cookie, Sec_Fetch_Site=site)[0] == 200  # a link to the page
+    assert (
+        play.ask("/api/parts", Cookie=play.cookie, Sec_Fetch_Site="same-origin", Origin=play.origin)[0] == 200
+    )
+
+
+def test_no_file_but_the_pages(play: Play) -> None:
+    paths = "/recipe.toml /page/../server.py /page/%2e%2e/server.py /page/..%2fserver.py /page/ /page/uPlot.LICENSE"
+    for path in f"{paths} //etc/passwd /page//etc/passwd /page/play.js%00 /api/ /api/none".split():
+        code, headers, text = play.ask(path, Cookie=play.cookie)
+        assert (code, b"import" in text) == (404, False), path
+        assert "frame-ancestors 'none'" in headers["content-security-policy"]
+
+
+def test_a_run_is_found_by_its_name_only(tmp_path: Path) -> None:
+    folder, other = tmp_path / "runs", make_run(tmp_path / "other", steps=4)
+    make_run(folder / "first", steps=4)
+    make_run(folder / "sweep" / "inner", steps=4)
+    make_run(folder / ".hidden", steps=4)
+    os.symlink(other, folder / "linked")
+    state = State([folder])
+    assert {*state.runs()} == {str(folder / "first"), str(folder / "sweep" / "inner")}
+    for name in (
+        "first",
+        str(folder / "linked"),
+        str(other),
+        f"{folder}/first/../../other",
+        None,
+        3,
+        ["x"],
+        "\0",
+        "../other",
+    ):
+        with pytest.raises(UserError, match="there is no run"):
+            state.run(name)
+    assert {*State([folder / "first"]).runs()} == {str(folder / "first")}
+    assert state.within(folder / "first" / "x")
+    assert not state.within(folder / "linked" / "recipe.toml")
+    assert not state.within(folder / ".." / "other")
+
+
+def test_a_link_in_a_run_is_not_followed(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs" / "first", steps=4)
+    (run / "metrics.jsonl").unlink()
+    (tmp_path / "secret").write_text('{"step": 3, "step_s": 1}\n')
+    os.symlink(tmp_path / "secret", run / "metrics.jsonl")
+    state = State([tmp_path / "runs"])
+    with pytest.raises(UserError, match="leads out of"):
+        condition(state.run(str(run)))
+
+
+def test_what_a_run_does(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=8)
+    assert condition(run) == {"kind": "complete", "step": 8, "steps": 8}
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:2]))
+    assert condition(run)["kind"] == "stopped"
+    with owned(run):
+        assert condition(run)["kind"] == "training"
+        assert owner(run) == os.getpid()
+    assert owner(run) is None
+    # Anybody may have written the file: only who has it open counts
+    (run / ".lock").write_text(
+        json.dumps({"host": socket.gethostname(), "pid": os.getppid(), "since": "now"})
+    )
+    assert owner(run) is None
+    (run / "metrics.jsonl").unlink()
+    (run / ".lock").unlink()
+    assert condition(run)["kind"] == "new"
+
+
+def test_bodies_are_limited(play: Play) -> None:
+    headers = {"Cookie": play.cookie, "Origin": play.origin}
+    for body in (b"x" * ((1 << 20) + 1), [b"y" * (1 << 19)] * 4):
+        line = http.client.HTTPConnection(server_.ADDRESS, play.port, timeout=20)
+        line.request("POST", "/api/train/start", iter(body) if isinstance(body, list) else body, headers)
+        assert line.getresponse().status in (404, 413)
+        line.close()
+
+
+def test_jobs_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second list of the same folder sees them, and starts none beside the one that runs."""
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    (tmp_path / "python").write_text(
+        f'#!/bin/sh\nshift 2; echo "$@"; while [ -e "{tmp_path}/go-$2" ]; do sleep 0.05; done\n'
+    )
+    (tmp_path / "python").chmod(0o755)
+    for name in "ab":
+        (tmp_path / f"go-{name}").touch()
+    jobs, others = Jobs(tmp_path), Jobs(tmp_path)
+    jobs.add(["train", "a"], tmp_path / "a")
+    jobs.add(["train", "b"], tmp_path / "b")
+    third = others.add(["train", "c"], tmp_path / "c", first=True)
+    assert [job["words"][1] for job in jobs.waiting()] == ["c", "b"]
+    others.remove(third["id"])
+    with pytest.raises(UserError, match="does not wait"):
+        jobs.remove(third["id"])
+    others.start_next()
+    assert [job["words"][1] for job in others.waiting()] == ["b"]
+    (tmp_path / "go-a").unlink()
+    stop = threading.Event()
+    follower = threading.Thread(target=others.follow, args=(stop,), daemon=True)
+    follower.start()
+    for _ in range(200):
+        if others.said(tmp_path / "b") == "train b":
+            break
+        stop.wait(0.05)
+    assert (jobs.said(tmp_path / "a"), others.said(tmp_path / "b")) == ("train a", "train b")
+    assert jobs.waiting() == []
+    (tmp_path / "go-b").unlink()
+    stop.set()
+    follower.join()
+    assert others.said(tmp_path / "none") == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", '{"jobs": [1]}', '{"jobs": [{"id": 1, "run": "x", "words": []}]}', "\x00", '{"jobs": 3}'],
+)
+def test_a_list_of_jobs_may_hold_anything(tmp_path: Path, text: str) -> None:
+    jobs = Jobs(tmp_path)
+    jobs.folder.mkdir()
+    (jobs.folder / "waiting.json").write_text(text)
+    assert jobs.waiting() == []
+
+
+def test_there_is_an_end_to_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = Jobs(tmp_path)
+    monkeypatch.setattr(Jobs, "start_next", lambda self: None)
+    monkeypatch.setattr("fivefold.play.jobs.MOST", 2)
+    jobs.add(["x"], tmp_path / "a")
+    jobs.add(["x"], tmp_path / "b")
+    with pytest.raises(UserError, match="wait already"):
+        jobs.add(["x"], tmp_path / "c")
+    assert MOST >= 10
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[object] = []
+
+    def serve(folders: object, host: str, port: object, tell: object) -> None:
+        served.append((folders, host, port))
+        tell("http://127.0.0.1:1/?token=x")  # type: ignore[operator]
+
+    monkeypatch.setattr(server_, "serve", serve)
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["play", "--no-browser"])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "runs").is_dir()
+    assert "token=x" in result.output
+    assert "WARNING" not in result.output
+    result = CliRunner().invoke(app, ["play", "--no-browser", "--host", "0.0.0.0", "--port", "7", "runs"])
+    assert "WARNING: --host 0.0.0.0 lets other machines ask" in result.output
+    assert served == [([Path("runs")], "127.0.0.1", None), ([Path("runs")], "0.0.0.0", 7)]
+    result = CliRunner().invoke(app, ["play", "nowhere"])
+    assert isinstance(result.exception, UserError)
+
+
+def test_a_port_that_is_taken_is_an_error(play: Play) -> None:
+    with pytest.raises(UserError, match=rf"--port {play.port}: cannot listen: .* 0 takes a free one"):
+        server_.listen(server_.ADDRESS, play.port)
+    with pytest.raises(UserError, match=r"--host 192.0.2.1 .*; name an address of this machine"):
+        server_.listen("192.0.2.1", 0)
