@@ -7,6 +7,7 @@ import math
 import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing import active_children
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,12 @@ from fivefold.plan.cluster.clusters import parse, with_margin
 from fivefold.plan.cluster.devices import MARGIN, Cluster, of_table
 from fivefold.plan.cluster.measured import assumed_table
 from fivefold.plan.predict import FRAGMENTS, Plan, held, limit, predict, price
+from fivefold.plan.search import best_first
 from fivefold.plan.search import search as searching
+from fivefold.plan.search.best_first import Search
 from fivefold.plan.search.bound import Bounds
-from fivefold.plan.search.search import Search, apply, search, space_of
+from fivefold.plan.search.halves import Halves, choice_of
+from fivefold.plan.search.search import apply, search, space_of
 from fivefold.plan.search.space import SEQUENCES, Choice, Space
 from fivefold.recipe import Recipe, change, load
 from fivefold.recipe.rules import contradictions, with_layout
@@ -323,6 +327,26 @@ def test_the_search_finds_the_best_of_all(case: str, share: float) -> None:
     assert all(plan.peak_bytes <= most for plan in found)
 
 
+def test_two_processes_find_what_one_finds() -> None:
+    """Also after a search that nobody took to its end; and they end with whoever asked them."""
+    space, bounds, all_of_them = priced("llama")
+    most = sorted(plan.peak_bytes for _, plan in all_of_them)[len(all_of_them) // 2]
+    one, two = Halves(space, bounds, two=False), Halves(space, bounds, two=True)
+    processes = active_children()
+    assert len(processes) == 2
+    for many in (3, 20, None):
+        wanted, found = ([*itertools.islice(run.plans(most), many)] for run in (one, two))
+        assert [plan.step.seconds for plan in found] == [plan.step.seconds for plan in wanted]
+    assert {choice_of(plan) for plan in found} == {choice_of(plan) for plan in wanted}
+    assert one.lost == two.lost > 0
+    fastest = two.glimpse(most, math.inf)
+    assert fastest is not None
+    assert fastest.step.seconds == wanted[0].step.seconds
+    assert two.glimpse(0, math.inf) is None
+    del two
+    assert not any(process.is_alive() for process in processes)
+
+
 def test_what_does_not_fit_is_counted() -> None:
     """Where nothing fits, everything is counted, and the smallest is named."""
     space, bounds, all_of_them = priced("llama")
@@ -354,7 +378,7 @@ def test_by_bytes_no_layout_takes_less_than_was_said_of_those_to_come(
     assert len(few) < len(peaks)
     said = dict[int, bool]()
     for counted in (1, len(peaks)):
-        monkeypatch.setattr(searching, "COUNTED", counted)
+        monkeypatch.setattr(best_first, "COUNTED", counted)
         plan, said[counted] = Search(space, bounds, 0).smallest()
         assert not said[counted] or plan.peak_bytes == min(peaks.values())
     size, rest, _ = next(Search(space, bounds, 0).by_bytes())

@@ -495,7 +495,9 @@ def test_ranks_decide_on_the_loss_scale_together(one_process, tmp_path, layout):
     for found in run_ranks(2, overflowing_rank, change(longer, [], layout), run, [], True, timeout_s=60):
         assert found["scales"] == resumed["scales"]
         assert found["updates"] == resumed["updates"]
-    assert apart(run, alone) < TIMES * own  # on some processors both steps are those of one process to the bit
+    assert (
+        apart(run, alone) < TIMES * own
+    )  # on some processors both steps are those of one process to the bit
 
 
 @pytest.mark.slow

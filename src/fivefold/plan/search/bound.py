@@ -4,6 +4,7 @@ win without pricing them. No bound may exceed the prediction of `predict.price`.
 from __future__ import annotations
 
 import heapq
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -328,7 +329,7 @@ class LeastBytes:
     def _most(self, c: Choice, size: MicrobatchBytes, ways: Sequence[Sequence[Held]], buffers: bool) -> float:
         """Bytes of the rank that holds most, under the schedule with which that is least. Of the choice's layout
         only the sharing of states counts, not the schedule."""
-        x, found = c.layout, list[float]()
+        x, least = c.layout, math.inf
         known = self._states.setdefault((x.tp, x.ep, x.sp, x.pp > 1, x.zero, x.dp_shard * x.cp, c.mode), {})
         for ranks in ways:
             most = 0.0
@@ -336,8 +337,10 @@ class LeastBytes:
                 if (key := (rank.part, rank.once)) not in known:
                     known[key] = self._states_of(c, rank)
                 most = max(most, self._rank(*known[key], size, rank, buffers))
-            found.append(most)
-        return ROUNDING * (min(found) + memory.transfers(size, x, c.count))
+                if most >= least:
+                    break
+            least = min(least, most)
+        return ROUNDING * (least + memory.transfers(size, x, c.count))
 
     def _rank(
         self, states: float, late: float, besides: Buffers, size: MicrobatchBytes, rank: Held, buffers: bool

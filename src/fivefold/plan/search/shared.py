@@ -27,6 +27,8 @@ MANY = 2**36
 """Sequences of a microbatch so large that a sequence takes less in no other: operations take a fixed time and one that
 grows with their size, and matmuls whole tiles."""
 
+REMEMBERED = 1024  # operations of so many layouts at a time: all of them would take most of a search's memory
+
 
 class Share(NamedTuple):
     """A part of the model: blocks of the first and of the second kind (`Card.second`), what comes before the blocks and
@@ -130,6 +132,8 @@ class SharedCosts:
         s = self.setting(c)
         key = (*within_block(c.layout), c.layout.splits_backward, c.B, c.mode, s.rounded_once)
         if key not in self._operations:
+            if len(self._operations) == REMEMBERED:
+                del self._operations[next(iter(self._operations))]
             self._operations[key] = Operations(s)
         return self._operations[key]
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 from fivefold.models.card import card_of
@@ -50,12 +50,14 @@ class Space:
 
     indivisible: takes only sizes of the tensor axis that do not divide the model, within two nodes and without context
     and expert parallelism. It prices the cost of that rule. asked: the precision modes to consider; (): the recipe's.
+    half: 0 or 1, of which every second combination of tensor, context and expert axes is one; None: all of them.
     """
 
     recipe: Recipe
     cluster: Cluster
     indivisible: bool = False
     asked: tuple[str, ...] = ()
+    half: int | None = None
     _schedules: dict[object, list[dict[str, Any]]] = field(init=False, default_factory=dict)
     _microbatches: dict[int, list[int]] = field(init=False, default_factory=dict)
 
@@ -89,7 +91,7 @@ class Space:
         devices = self.cluster.devices
         return [
             replace(way, pp=pp, dp_replicate=dp)
-            for way in self.ways()
+            for way in islice(self.ways(), self.half or 0, None, 1 if self.half is None else 2)
             for pp in self.stages(way)
             if (dp := devices // (way.tp * way.cp * pp)) <= self.batch
         ]

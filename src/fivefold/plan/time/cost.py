@@ -250,6 +250,8 @@ def parts_beside(
 
 
 def _exposed(sent: Sequence[Message], work: float, s: Setting, backward: bool, first: float = 0.0) -> float:
+    if not sent:
+        return 0.0
     if any(one.chunked for one in sent):
         queued = []
         for one in sent:

@@ -1,0 +1,182 @@
+"""A best-first search on lower bounds (`bound.py`). It always refines the entry with the lowest bound: first a shape
+with its microbatch, then with its traffic, with a schedule, with a sharding of states, and finally the full prediction.
+A prediction that reaches the top is faster than everything left, because no bound exceeds its layout's prediction. So
+the search is exact, and prices few layouts.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterator
+from itertools import islice
+from operator import itemgetter
+from typing import Any
+
+from fivefold.plan.predict import Plan, held, price
+from fivefold.plan.search.bound import Bounds, LeastBytes
+from fivefold.plan.search.space import Choice, Space
+from fivefold.plan.time.time import step
+from fivefold.sharding.layout import changed
+
+GLIMPSE = 32
+PRICED = 6  # the level of a full prediction, after six levels of bounds
+COUNTED = 100  # if nothing fits, the layouts that are counted exactly, of each number of devices
+GROWN = 1.002  # by which the lowest bound has grown when `progress` says so
+Order = tuple[int, ...]
+"""A layout's place in the space. The first of equal layouts wins, so that a search always gives the same result."""
+
+
+class Search:
+    """A search for plans with at most `most` bytes and less than `below` seconds. lost: layouts that do not fit."""
+
+    def __init__(self, space: Space, bounds: Bounds, most: float, below: float = math.inf):
+        self.space, self.bounds, self.most, self.below = space, bounds, most, below
+        self.lost = self.tried = 0
+        self._heap: list[tuple[float, float, Order, int, Any]] = []
+        self._known = bounds.known.setdefault(space, {})
+
+    def plans(self) -> Iterator[Plan]:
+        """Every plan that fits, fastest first. Among equally fast ones the smaller comes first."""
+        return (plan for _, plan in self.progress() if plan)
+
+    def progress(self) -> Iterator[tuple[float, Plan | None]]:
+        """(seconds, plan) of `plans`; and (seconds, None) now and then: all plans to come take at least as many."""
+        self._start()
+        said = 0.0
+        while self._heap:
+            seconds = self._heap[0][0]
+            if plan := self._refine():
+                yield seconds, plan
+            elif seconds > GROWN * said:
+                yield (said := seconds), None
+
+    def glimpse(self) -> Plan | None:
+        """The fastest plan that fits among the GLIMPSE most promising layouts. It need not be the best of all."""
+        self._start()
+        while self._heap and self.tried < GLIMPSE:
+            if plan := self._refine():
+                return plan
+        plans = [what for *_, level, what in self._heap if level == PRICED]
+        return min(plans, key=lambda plan: plan.step.seconds, default=None)
+
+    def _start(self) -> None:
+        ways = len(self.space.modes) * len(self.space.precisions)
+        for number, (seconds, size, choice) in enumerate(self.bounds.starts(self.space)):
+            if size <= self.most:
+                self._push(seconds, 0, (number // ways, 0, number % ways), choice)
+            else:
+                self._lose(choice, len(self.space.microbatches(choice.layout)))
+
+    def _lose(self, c: Choice, times: int = 1) -> None:
+        self.lost += times * self.space.kinds(c.layout)
+
+    def _refine(self) -> Plan | None:
+        """Refines the entry with the lowest bound. Returns it if it is a full prediction."""
+        seconds, _, order, level, what = heapq.heappop(self._heap)
+        if level == PRICED:
+            return what
+        levels = (self._sizes, self._shape, self._schedules, self._sharings, self._pipeline, self._price)
+        levels[level](seconds, order, what)
+        return None
+
+    def _push(self, seconds: float, level: int, order: Order, what: Any, peak: float = 0.0) -> None:
+        if seconds < self.below:
+            heapq.heappush(self._heap, (seconds, peak, order, level, what))
+
+    def _once(self, order: Order, bound: Callable[..., float], *of: Any) -> float:
+        """A bound of an entry, which all searches of the space find once. bound: a method of a class."""
+        key = order, bound
+        if key not in self._known:
+            self._known[key] = bound(*of)
+        return self._known[key]
+
+    def _sizes(self, seconds: float, order: Order, c: Choice) -> None:
+        """A choice with this size of a microbatch, and the next larger one, whose bound is no less."""
+        first, index, last = order
+        space, bounds, exact = self.space, self.bounds, self.bounds.shared.exact
+        every = space.microbatches(c.layout)[index + 1 :]
+        for number, B in enumerate(every if exact else every[:1], index + 1):
+            one, place = space.choice(c.layout, B, c.mode), (first, number, last)
+            more = self._once(place, Bounds.shape if exact else Bounds.start, bounds, one, space)
+            self._push(more, int(exact), place, one)
+        if self._once(order, LeastBytes.start, bounds.bytes, c, space) <= self.most:
+            self._push(seconds, 1, order, c)
+        else:
+            self._lose(c)
+
+    def _shape(self, seconds: float, order: Order, c: Choice) -> None:
+        bounds, space = self.bounds, self.space
+        if self._once(order, LeastBytes.shape, bounds.bytes, c, space) <= self.most:
+            self._push(max(seconds, self._once(order, Bounds.shape, bounds, c, space)), 2, order, c)
+        else:
+            self._lose(c)
+
+    def _schedules(self, seconds: float, order: Order, c: Choice) -> None:
+        bounds, space, lean = self.bounds, self.space, self.space.leanest(c.layout)
+        for number, way in enumerate(space.schedules(c.layout)):
+            place = (*order, number)
+            smallest = changed(c, layout=changed(lean, **way))
+            if self._once(place, LeastBytes.of, bounds.bytes, smallest, False) > self.most:
+                self.lost += len(space.ways_to_share(c.layout))
+                continue
+            one = changed(c, layout=changed(c.layout, **way))
+            self._push(max(seconds, self._once(place, Bounds.schedule, bounds, one, space)), 3, place, one)
+
+    def _sharings(self, seconds: float, order: Order, c: Choice) -> None:
+        for number, layout in enumerate(self.space.sharings(c.layout)):
+            one = changed(c, layout=layout)
+            if self.bounds.bytes.of(one) <= self.most:
+                self._push(max(seconds, self.bounds.sharing(one)), 4, (*order, number), one)
+            else:
+                self.lost += 1
+
+    def _pipeline(self, seconds: float, order: Order, c: Choice) -> None:
+        self._push(max(seconds, self.bounds.simulated(c)), 5, order, c)
+
+    def _price(self, seconds: float, order: Order, c: Choice) -> None:
+        self.tried += 1
+        s, shared = self.bounds.setting(c), self.bounds.shared.operations(c)
+        memory = held(s, shared.sums)
+        if round(max(m.total for m in memory)) <= self.most:
+            plan = Plan(s, memory, step(s, shared=shared.parts))
+            self._push(plan.step.seconds, PRICED, order, plan, plan.peak_bytes)
+        else:
+            self.lost += 1
+
+    def by_bytes(self, most: float = math.inf) -> Iterator[tuple[float, float, Choice]]:
+        """(bytes, a bound of those of all layouts to come, layout): layouts whose bound is at most `most`, those with
+        the least bounds first."""
+        space, least = self.space, self.bounds.bytes
+        heap = list[tuple[float, tuple[int, ...], int, Choice]]()
+        heap += ((least.least(c, space), (number,), -1, c) for number, c in enumerate(space.starts()))
+        heapq.heapify(heap)
+        while heap and heap[0][0] <= most:
+            _, order, level, c = heapq.heappop(heap)
+            found = list[tuple[float, Choice]]()
+            if level == -1:
+                found += ((least.start(one, space), one) for one in space.sizes(c))
+            elif level == 0:
+                found.append((least.shape(c, space), c))
+            elif level == 1:
+                lean = space.leanest(c.layout)
+                for way in space.schedules(c.layout):
+                    size = least.of(changed(c, layout=changed(lean, **way)), buffers=False)
+                    found.append((size, changed(c, layout=changed(c.layout, **way))))
+            elif level == 2:
+                ones = (changed(c, layout=layout) for layout in space.sharings(c.layout))
+                found += ((least.of(one), one) for one in ones)
+            else:
+                ranks = held(self.bounds.setting(c), self.bounds.shared.operations(c).sums)
+                yield max(m.total for m in ranks), heap[0][0] if heap else math.inf, c
+            for number, (size, one) in enumerate(found):
+                heapq.heappush(heap, (size, (*order, number), level + 1, one))
+
+    def smallest(self) -> tuple[Plan, bool]:
+        """The layout with the least memory; True if no other has less, False if not all were counted that may."""
+        counted, sure = list[tuple[float, Choice]](), False
+        for size, rest, c in islice(self.by_bytes(), COUNTED):
+            counted.append((size, c))
+            if sure := min(counted, key=itemgetter(0))[0] <= rest:
+                break
+        return price(self.bounds.setting(min(counted, key=itemgetter(0))[1])), sure

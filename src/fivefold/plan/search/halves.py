@@ -1,0 +1,147 @@
+"""The searches of a space, in one process or, if the space is large, in two, each of which searches half of it."""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import NamedTuple
+
+from fivefold.host import cores
+from fivefold.plan.predict import Plan, price
+from fivefold.plan.search.best_first import Search
+from fivefold.plan.search.bound import Bounds
+from fivefold.plan.search.space import Choice, Space
+
+LARGE = 3 * 10**7  # layouts; with fewer, two processes save less than two seconds
+HALVES = 2
+
+
+class Asked(NamedTuple):
+    """A search. every: for all plans, not a glimpse. indivisible: as in `Space`."""
+
+    most: float
+    below: float
+    every: bool
+    indivisible: bool
+
+
+class Told(NamedTuple):
+    """What a search has found. plan: of so many seconds; None: those to come take at least as many. lost: layouts
+    that do not fit, so far."""
+
+    seconds: float
+    lost: int
+    plan: Plan | Choice | None
+
+
+class Halves:
+    """Searches of a space, with caches that they share. lost: layouts that do not fit, of those that the last of them
+    looked at.
+
+    Two processes take them where the system copies a process safely: on Linux, without other threads here.
+    """
+
+    def __init__(self, space: Space, bounds: Bounds, two: bool | None = None):
+        self.space, self.bounds, self.lost, self._pipes = space, bounds, 0, list[Connection]()
+        if two is None:
+            safe = sys.platform == "linux" and threading.active_count() == 1
+            two = safe and cores() >= HALVES and space.size > LARGE
+        fork = get_context("fork")
+        for number in range(HALVES if two else 0):
+            here, there = fork.Pipe()
+            args = there, replace(space, half=number), bounds
+            process = fork.Process(target=_serve, args=args, daemon=True)
+            process.start()
+            there.close()
+            weakref.finalize(self, _end, process)
+            self._pipes.append(here)
+
+    def plans(self, most: float) -> Iterator[Plan]:
+        """Every plan that takes at most so many bytes, fastest first."""
+        answers = self._answers(Asked(most, math.inf, True, False))
+        heads = [next(answer) for answer in answers]
+        lost = [0] * len(heads)
+        while True:
+            seconds, number = min((head.seconds, number) for number, head in enumerate(heads))
+            head = heads[number]
+            lost[number] = head.lost
+            self.lost = sum(lost)
+            if seconds == math.inf:
+                return
+            if head.plan:
+                yield self._priced(head.plan)
+            heads[number] = next(answers[number])
+
+    def glimpse(self, most: float, below: float, indivisible: bool = False) -> Plan | None:
+        """`Search.glimpse`, of each half."""
+        heads = [next(answer) for answer in self._answers(Asked(most, below, False, indivisible))]
+        plans = [self._priced(head.plan) for head in heads if head.plan]
+        return min(plans, key=lambda plan: plan.step.seconds, default=None)
+
+    def _answers(self, asked: Asked) -> list[Iterator[Told]]:
+        if not self._pipes:
+            return [_search(self.space, self.bounds, asked)]
+        for pipe in self._pipes:
+            pipe.send(asked)
+        return [_received(pipe) for pipe in self._pipes]
+
+    def _priced(self, plan: Plan | Choice) -> Plan:
+        if isinstance(plan, Plan):
+            return plan
+        return price(self.bounds.setting(plan), self.bounds.shared.operations(plan).parts)
+
+
+def choice_of(plan: Plan) -> Choice:
+    s = plan.setting
+    return Choice(s.layout, s.sizes.B, s.microbatches, s.mode, s.sequences)
+
+
+def _search(space: Space, bounds: Bounds, asked: Asked) -> Iterator[Told]:
+    if asked.indivisible:
+        space = replace(space, indivisible=True)
+    run = Search(space, bounds, asked.most, asked.below)
+    if asked.every:
+        yield from (Told(seconds, run.lost, plan) for seconds, plan in run.progress())
+    plan = None if asked.every else run.glimpse()
+    yield Told(math.inf, run.lost, plan)
+
+
+def _received(pipe: Connection) -> Iterator[Told]:
+    """What the process at the other end of a pipe finds. Whoever takes no more of it stops the process."""
+    last = False
+    try:
+        while not last:
+            told = pipe.recv()
+            last = told.seconds == math.inf
+            yield told
+    finally:
+        if not last:
+            pipe.send(None)
+            while pipe.recv().seconds < math.inf:
+                pass
+
+
+def _serve(pipe: Connection, space: Space, bounds: Bounds) -> None:
+    """A process that answers searches of its half until it is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process hears it, and ends this one
+    while True:
+        if (asked := pipe.recv()) is None:  # it was told to stop when it had
+            continue
+        for told in _search(space, bounds, asked):
+            if pipe.poll():
+                pipe.send(Told(math.inf, 0, None))
+                break
+            pipe.send(told._replace(plan=told.plan and choice_of(told.plan)))
+
+
+def _end(process: BaseProcess) -> None:
+    process.kill()
+    process.join()
