@@ -139,7 +139,8 @@ def _serve(pipe: Connection, space: Space, bounds: Bounds) -> None:
             if pipe.poll():
                 pipe.send(Told(math.inf, 0, None))
                 break
-            pipe.send(told._replace(plan=told.plan and choice_of(told.plan)))
+            plan = choice_of(told.plan) if isinstance(told.plan, Plan) else None
+            pipe.send(told._replace(plan=plan))
 
 
 def _end(process: BaseProcess) -> None:
