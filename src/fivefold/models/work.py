@@ -31,6 +31,8 @@ ROTATED = 12
 """Passes over memory of an eager rotation, in its input's dtype: each copy, product and sum in fp32 is one."""
 
 
+CAPPED = 11
+"""Numbers per logit that a cap reads and writes (`kernels.cross_entropy.cap_`)."""
 EAGER_SCORES = (8, 14)
 """Passes over scores in fp32, forward and backward, of attention by tiles where no kernel joins them: a window in a
 ring on GPUs (kernels/partial_attention.py)."""
@@ -149,6 +151,8 @@ def end(s: Sizes, program: Program, rows: float, whole: bool, biased: bool = Fal
         ]
         besides, cast = rows / cut * columns * e + rows * D * e, weight * e if cut > 1 else 0.0
         besides = max(besides, cast) if program.loss_on_gpu else besides + cast
+        if s.model.logit_cap:  # five passes, of which one writes the derivative and one reads it
+            forward, besides = forward + CAPPED * e, besides + rows / cut * columns * e
     elif s.way.whole_logits and s.tp > 1:
         columns = V
         besides, statistics = workspace * rows * V, (Message("all_gather", "tp", rows * V * e),)

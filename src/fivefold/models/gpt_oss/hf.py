@@ -63,6 +63,8 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     config = {"head_dim": 64, "rope_theta": 150000.0, **config}
     if not (config.get("rope_parameters") or config.get("rope_scaling")):
         config["rope_parameters"] = ROPE
-    fields = llama.from_config(config) | olmo3.from_kinds(config, every=2, width=128) | moe.aux_loss(config, 4)
+    fields = (
+        llama.from_config(config) | olmo3.from_kinds(config, every=2, width=128) | moe.aux_loss(config, 4)
+    )
     always = {"attention_bias": False, "router_normalize": True}  # its own biases are no choice
     return fields | always | {"ffn_dim": config.get("intermediate_size", 2880)}
