@@ -306,7 +306,13 @@ def test_the_loss_of_capped_logits(draws: bool) -> None:
 @only("dp=2,ep=2")
 @pytest.mark.parametrize(
     "layout",
-    ["dp=2,ep=2", "dp=2,tp=2,ep=2", "dp=2,tp=2,ep=2,sp=true,zero=3", "pp=2,dp=2,ep=2,expert_chunks=2"],
+    [
+        "dp=2,ep=2",
+        "dp=2,tp=2,ep=2",
+        "dp=2,tp=2,ep=2,sp=true,zero=3",
+        "pp=2,dp=2,ep=2,expert_chunks=2",
+        "dp=2,tp=2,ep=4,sp=true,ep_fold=true",
+    ],
 )
 def test_experts_with_biases_over_ranks(room: Path, layout: str) -> None:
     passes(room, layout, *overrides("gpt_oss"), "model.kv_heads=2", "model.init_std=0.2")
