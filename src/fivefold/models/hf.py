@@ -402,7 +402,7 @@ def from_hf_config(config: Mapping[str, Any], folder: Path | None = None) -> Mod
     if fields.get("mtp_depth") and names and not any(name.startswith(behind) for name in names):
         fields["mtp_depth"] = 0  # transformers leaves out the weights of these modules, and not the key
     quantised = config.get("quantization_config") or {}
-    for key, value in QUANTISED.get(quantised.get("quant_method"), FP8).items() if quantised else ():
+    for key, value in QUANTISED.get(str(quantised.get("quant_method")), FP8).items() if quantised else ():
         if quantised.get(key, value if key == "fmt" else None) != value:
             problems.append(
                 f"quantization_config has {key} = {quantised.get(key)}; only {value} is supported"

@@ -137,7 +137,7 @@ class ContextAttention(AttentionCore):
 class OverRanks(ContextAttention, Core):
     """Attends with all heads of this rank's tokens."""
 
-    registered: tuple[OverRanks, ...] = ()
+    registered: tuple[Core, ...] = ()
     """The one in `cores`, which computes the same and stays while a block lives. In a tuple: not a part of this one."""
 
     def forward(
