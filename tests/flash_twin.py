@@ -10,7 +10,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from fivefold.kernels import blockwise_attention, partial_attention
+from fivefold.kernels import blockwise_attention, fused_attention, partial_attention
+from fivefold.parallel import context
 
 calls: list[tuple[int, int]] = []
 """Sequences and tokens of the queries of each call, forward and backward."""
@@ -105,6 +106,6 @@ def on_cpu() -> Iterator[list[tuple[int, int]]]:
     """Attention takes the operators. Yields `calls`."""
     calls.clear()
     with ExitStack() as stack:
-        for module in (blockwise_attention, partial_attention):
+        for module in (blockwise_attention, partial_attention, fused_attention, context):
             stack.enter_context(patch.object(module, "has_flash", lambda *_: True))
         yield calls

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fivefold.play import server as server_
-from fivefold.play.server import ADDRESS, Guard, listen, make_app
+from fivefold.play.server import ADDRESS, Guard, Server, listen, make_app
 
 TOKEN = "a-token-of-the-tests"
 
@@ -67,7 +66,7 @@ def playing(*folders: Path, host: str = ADDRESS, jobs: bool = False) -> Iterator
     """Serves these folders. jobs: starts those that wait."""
     line, stop = listen(ADDRESS, 0), threading.Event()
     app = make_app(folders, TOKEN, host)
-    server = server_.server(app)
+    server = Server(app)
     threads = [threading.Thread(target=server.run, args=([line],), daemon=True)]
     threads += [threading.Thread(target=app.state.jobs.follow, args=(stop,), daemon=True)] * jobs
     for thread in threads:

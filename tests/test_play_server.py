@@ -224,7 +224,7 @@ def test_jobs_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     follower = threading.Thread(target=others.follow, args=(stop,), daemon=True)
     follower.start()
     for _ in range(200):
-        if others.said(tmp_path / "b") == "train b":
+        if others.said(tmp_path / "b") == "train b" and not jobs.waiting():
             break
         stop.wait(0.05)
     assert (jobs.said(tmp_path / "a"), others.said(tmp_path / "b")) == ("train a", "train b")

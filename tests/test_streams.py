@@ -41,7 +41,7 @@ ELSEWHERE = {
     "data/stream.py open_stream wait": HOSTS,
     "launch/local.py launch wait": HOSTS,
     "launch/ranks.py _meet wait": HOSTS,
-    "observe/live.py serve wait": HOSTS,
+    "play/jobs.py Jobs.follow wait": HOSTS,
     "parallel/expert.py AllToAll.forward wait": "calls Leaving.wait, which is tried: here for padded messages",
     "parallel/offload/disk.py Disk.arrive wait": IO,
     "parallel/offload/pages.py Pages.free wait": "no step reads weights in vain",

@@ -30,7 +30,6 @@ EXAMPLES = [
     "fivefold export runs/first my-dcp --dcp",
     "fivefold import my-model --out runs/imported",
     "fivefold report runs/first",
-    "fivefold report runs/first --live",
     "fivefold report runs/first runs/second --out both.html",
     "fivefold report runs/quickstart-sweep-1 --hold-out largest",
     "fivefold eval runs/first my_texts/*.txt",
@@ -196,12 +195,6 @@ def report(
     ],
     out: Annotated[Path | None, option("FILE", f"Page of several runs. [default: {COMPARISON}]")] = None,
     hold_out: HoldOutOption = None,
-    live: Annotated[
-        bool, flag("Serve the page of a run on this machine while it trains, until Ctrl-C.", "--live")
-    ] = False,
-    port: Annotated[
-        int | None, option("N", "With --live; 0: a free one. [default: 6007]", min=0, max=65535)
-    ] = None,
     json: options.JsonOption = False,
 ) -> None:
     """Write the report of a run: one HTML file that opens offline.
@@ -220,10 +213,6 @@ def report(
         raise UserError(f"--hold-out {hold_out}: only a sweep has a fit; '{runs[0]}' is none")
     if out is not None and len(runs) == 1:
         raise UserError(f"--out {out}: the page of one run or sweep lies in its folder, as report.html")
-    if port is not None and not live:
-        raise UserError(f"--port {port}: only --live listens on a port")
-    if live and (sweeps or len(runs) > 1 or json):
-        raise UserError("--live serves the page of one run, without --json. Name one run folder")
     if sweeps:
         return _sweep(sweeps[0], hold_out, json)
     for run in runs:
@@ -238,10 +227,6 @@ def report(
         if json:
             return print_json({"report": str(path), **compare.as_json(found)})
         return print(compare.text(found), path, sep="\n")
-    if live:
-        from fivefold.observe.live import PORT, serve
-
-        return serve(runs[0], PORT if port is None else port)
     from fivefold.observe.report import write_report
 
     path = write_report(runs[0])

@@ -136,7 +136,7 @@ class Router(nn.Module):
 
     def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The chosen experts (N, K), their weights (N, K), all scores as shares that sum to 1 (N, E), logits (N, E)."""
-        logits = self.logits(x_ND)
+        logits = F.linear(x_ND.float(), self.weight.float())
         scores = shares = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
         if self.sigmoid:
             shares = scores / scores.sum(-1, keepdim=True)
@@ -151,16 +151,11 @@ class Router(nn.Module):
             weights = weights * self.scale
         return chosen, weights, shares, logits
 
-    def logits(self, x_ND: Tensor) -> Tensor:
-        return F.linear(x_ND.float(), self.weight.float())
-
 
 class Experts(Sublayer):
-    """The routed experts: E SwiGLUs. Rows of each `gate_up`: F of the gate, then F of up. rounded: as in `Linear`.
-    gate: from gate and up to the input of `down`."""
+    """The routed experts: E SwiGLUs. Rows of each `gate_up`: F of the gate, then F of up. rounded: as in `Linear`."""
 
     rounded: RoundedMatmuls | None = None
-    gate: Callable[[Tensor], Tensor] = staticmethod(elementwise.swiglu)
 
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
@@ -185,7 +180,7 @@ class Experts(Sublayer):
     def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
         """Gate and up (M, 2F), counts (E) -> (M, D)."""
         how = self.rounded and self.rounded.of(1)
-        return grouped_linear(self.gate(product), self.down, tables[0], how)
+        return grouped_linear(elementwise.swiglu(product), self.down, tables[0], how)
 
 
 class Mixture(nn.Module):
@@ -196,14 +191,12 @@ class Mixture(nn.Module):
     experts.
     """
 
-    router_type, experts_type = Router, Experts
-
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
         self.count, self.capacity_factor = known(model.experts), model.capacity_factor
         self.aux_weight = model.aux_loss_weight if model.balance == "aux" else 0.0
         self.z_weight = model.z_loss_weight
-        self.router, self.total, self.experts = self.router_type(model), Total(), self.experts_type(model)
+        self.router, self.total, self.experts = Router(model), Total(), Experts(model)
         width = (model.shared_experts or 0) * known(model.expert_ffn_dim)
         self.shared = SwiGLU(model.dim, width) if width else None
         self.enter, self.leave = RegionInput(), RegionOutput()
@@ -223,14 +216,10 @@ class Mixture(nn.Module):
         y_ND = combine(rows_MD, self.enter(weights), way)
         if shared_ND is not None:
             y_ND = y_ND + shared_ND
-        y_ND = self.completed(self.leave(y_ND), chosen, weights, way)
+        y_ND = self.leave(y_ND)
         if torch.is_grad_enabled() and self.training:
             y_ND = self.attach(y_ND, shares, logits, way)
         return y_ND.view_as(x_BTD)
-
-    def completed(self, y_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor, way: Assignment) -> Tensor:
-        """Adds what each rank computes of its own tokens, whole."""
-        return y_ND
 
     def attach(self, y_ND: Tensor, shares_NE: Tensor, logits_NE: Tensor, way: Assignment) -> Tensor:
         """y, whose backward brings the router's own terms and facts."""
@@ -410,7 +399,7 @@ def _untraced(rows: Tensor) -> bool:
     return torch.compiler.is_compiling() and rows.dtype != torch.bfloat16
 
 
-def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+def _product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """The grouped product of matrices, of which one or both are cut at `ends`, without autograd."""
     return torch.ops.fivefold.grouped_product(a, b, ends) if _untraced(a) else F.grouped_mm(a, b, offs=ends)
 
@@ -435,15 +424,15 @@ class _Grouped(Function):
         ctx.how = how
         if how is not None:
             return how.grouped(rows, weight, ends)
-        return grouped_product(wide(rows), wide(weight).transpose(1, 2), ends).to(rows.dtype)
+        return _product(wide(rows), wide(weight).transpose(1, 2), ends).to(rows.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
         (rows, weight, ends), dy, how = ctx.saved_tensors, grads[0].contiguous(), ctx.how
         if how is None:
-            drows = grouped_product(wide(dy), wide(weight), ends).to(dy.dtype)
-            return drows, grouped_product(wide(dy).t(), wide(rows), ends).to(dy.dtype), None, None
+            drows = _product(wide(dy), wide(weight), ends).to(dy.dtype)
+            return drows, _product(wide(dy).t(), wide(rows), ends).to(dy.dtype), None, None
         dy = how.both(dy)
         drows = how.grouped_input_gradient(dy, weight, ends)
         return drows, how.grouped_weight_gradient(dy, rows, ends), None, None

@@ -25,12 +25,14 @@ from fivefold.files import (
     open_file,
     own_word,
     read_json,
+    read_text,
     stream,
     write_atomically,
 )
 
 MOST = 100
 """Jobs that may wait."""
+MOST_PATH = 1 << 14
 TAIL = 4000
 """Bytes of a job's last words."""
 
@@ -90,6 +92,8 @@ class Jobs:
             if (job := next((job for job in jobs if not in_use(Path(job["run"]))), None)) is None:
                 return
             jobs.remove(job)
+            lock.truncate()
+            lock.write(job["run"].encode())
             with stream(self.log(Path(job["run"]))) as log:
                 command = [sys.executable, "-m", "fivefold", *job["words"]]
                 self._children.append(
@@ -102,6 +106,22 @@ class Jobs:
                         pass_fds=[lock.fileno()],
                     )
                 )
+
+    def running(self) -> Path | None:
+        """The folder of the job that runs; None: none does."""
+        path = self.folder / "running"
+        if not path.exists():
+            return None
+        if (lock := held(path)) is None:
+            return Path(read_text(path, MOST_PATH))
+        return lock.close()
+
+    def started(self) -> list[Path]:
+        """The folders of jobs that were started here, as far as they are there."""
+        with suppress(OSError):
+            folders = [self.folder.parent / log.stem for log in sorted(self.folder.glob("*.log"))]
+            return [folder for folder in folders if folder.is_dir()]
+        return []
 
     def log(self, run: Path) -> Path:
         """What the job of a run prints. It is not in the run's folder, which has the files that a command leaves."""

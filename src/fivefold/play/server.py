@@ -186,19 +186,27 @@ def listen(host: str, port: int | None) -> socket.socket:
     ) from None
 
 
-def server(app: Guard) -> uvicorn.Server:
+class Server(uvicorn.Server):
     """Serves the application, and says nothing about each request."""
-    return uvicorn.Server(
-        uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            ws="none",
-            timeout_graceful_shutdown=1,  # streams do not end by themselves
+
+    def __init__(self, app: Guard) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                ws="none",
+                timeout_graceful_shutdown=3,
+            )
         )
-    )
+        self.app = app
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Ends streams of events, too, which would not end by themselves."""
+        self.app.app.state.ending = True
+        await super().shutdown(sockets)
 
 
 def serve(
@@ -215,7 +223,7 @@ def serve(
     )
     tell(f"http://{shown}:{line.getsockname()[1]}/?token={token}")
     try:
-        server(app).run(sockets=[line])
+        Server(app).run(sockets=[line])
     except KeyboardInterrupt:
         pass
     finally:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from fivefold.errors import CheckFailed, UserError, did_you_mean, printable
-from fivefold.files import guard
-from fivefold.observe.metrics import last_line
+from fivefold.files import guard, in_use
+from fivefold.observe.metrics import FILE, last_line
 from fivefold.observe.report import run_recipe
 from fivefold.play.jobs import Jobs
 
@@ -91,12 +92,26 @@ def _born(run: Path) -> float:
     return 0.0
 
 
+def stamp(run: Path) -> tuple[object, ...]:
+    """Changes with the run's metrics or recipe."""
+    found = list[object]()
+    for name in ("recipe.toml", FILE):
+        with suppress(OSError):
+            there = os.stat(run / name)
+            found += [there.st_ino, there.st_size, there.st_mtime_ns]
+    return tuple(found)
+
+
+@lru_cache(1000)
+def _steps(run: Path, stamp: tuple[object, ...]) -> tuple[int, int | None]:
+    """The last step of a run, and how many it shall have."""
+    line, recipe = last_line(run), run_recipe(run)
+    return line["step"] if line else 0, recipe.train.steps if recipe else None
+
+
 def condition(run: Path) -> dict[str, Any]:
     """What a run is doing. kind: training, stopped, complete, or new, which has no step yet."""
-    from fivefold.files import in_use
-
-    line, recipe = last_line(run), run_recipe(run)
-    step, steps = line["step"] if line else 0, recipe.train.steps if recipe else None
+    step, steps = _steps(run, stamp(run))
     kind = "training" if in_use(run) else "stopped" if step else "new"
     if kind == "stopped" and steps is not None and step >= steps:
         kind = "complete"
@@ -163,9 +178,9 @@ def events(path: str, function: Callable[[Params], Iterator[Any]]) -> Route:
     """A stream of server-sent events. function: yields their JSON values, each in a thread; None: nothing is new now.
     An error of the user's ends the stream, and says why."""
 
-    async def lines(source: Iterator[Any]) -> AsyncIterator[bytes]:
+    async def lines(source: Iterator[Any], server: Any) -> AsyncIterator[bytes]:
         end = object()
-        while True:
+        while not getattr(server, "ending", False):
             found, code = await _called(partial(next, source, end))
             if found is end:
                 yield b"event: end\ndata: {}\n\n"
@@ -178,6 +193,6 @@ def events(path: str, function: Callable[[Params], Iterator[Any]]) -> Route:
 
     async def answer(request: Request) -> Response:
         source = function(dict(request.query_params))
-        return StreamingResponse(lines(source), media_type="text/event-stream")
+        return StreamingResponse(lines(source, request.app.state), media_type="text/event-stream")
 
     return Route(path, answer)

@@ -12,13 +12,11 @@ from fivefold.models.section import ModelSection
 class Model(llama.Model):
     """Llama with a `Mixture` as feed-forward in all blocks except the first `dense_layers`."""
 
-    mixture_type: type[Mixture] = Mixture
-
     def __init__(self, model: ModelSection) -> None:
         super().__init__(model)
         for number, mixed in enumerate(card_of(model).mixed):
             block = self.blocks[str(number)]
             if mixed:
-                block.mlp = self.mixture_type(model)
+                block.mlp = Mixture(model)
             if number >= model.layers:
                 block.ahead = Ahead(model)

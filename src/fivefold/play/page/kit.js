@@ -40,7 +40,7 @@ export const copyable = (words, title) => el("figure", { class: "copy" }, title 
 
 /** A picture of the program's drawing kit. What could act or load is left out; its style is the page's. */
 export function picture(text, label) {
-  const made = new DOMParser().parseFromString(text, "image/svg+xml").documentElement;
+  const made = new DOMParser().parseFromString(text.replace(/<style>[^]*?<\/style>/g, ""), "image/svg+xml").documentElement;
   if (made.localName !== "svg") throw Error("This is no picture");
   for (const node of made.querySelectorAll("*")) {
     if (["script", "style", "foreignObject", "image", "use", "a", "animate", "set"].includes(node.localName)) node.remove();

@@ -1,0 +1,187 @@
+"""How fluid the page of `fivefold play` is, in Chromium: a run of 10^5 steps, and 50 runs of 2,000.
+
+    PYTHONPATH=tests python benchmarks/play_page.py [--out benchmarks/results/play_page.json]
+
+First paint: from the navigation until the curve, or every run's figures, stand on the page (a median of some; the
+server has read the run before, or not). Update: the processor time of the page's thread for a line that is added every
+half second, and the longest task of the browser, which a busy machine stretches. Server: the processor time of its
+process while it shows nothing, and while a page watches a run that trains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from observe_browser import Browser, find  # pyright: ignore[reportMissingImports]
+from observe_run import make_run  # pyright: ignore[reportMissingImports]
+
+from fivefold.files import owned
+from fivefold.host.machine import cores
+
+STEPS, RUNS, EACH = 100_000, 50, 2000
+TRIES, WATCHED_S = 3, 15.0
+
+
+def run_of(folder: Path, steps: int) -> Path:
+    """A run with lines as a training writes them."""
+    make_run(folder, steps=10)
+    noise = random.Random(1)
+    lines = []
+    for step in range(1, steps + 1):
+        loss = 1.2 + 7 * (1 + step / 12) ** -0.5 + noise.gauss(0, 0.05)
+        seconds = 0.2 + abs(noise.gauss(0, 0.01))
+        row = {"step": step, "loss": loss, "grad_norm": abs(noise.gauss(0.5, 0.1)), "lr": 2e-3, "data_wait_s": 1e-4,
+               "step_s": seconds, "peak_memory_bytes": 5 << 28, "tokens": 4096 * step, "tokens_per_s": 4096 / seconds,
+               "mfu": 0.1 / seconds}  # fmt: skip
+        lines.append(json.dumps(row))
+        if step % max(1, steps // 20) == 0:
+            lines.append(json.dumps({"step": step, "val_loss": loss + 0.1, "val_bits_per_byte": loss / 2.3}))
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def serving(folder: Path) -> tuple[subprocess.Popen[str], str]:
+    command = [sys.executable, "-m", "fivefold", "play", str(folder), "--port", "0", "--no-browser"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, process.stdout.readline().strip()
+
+
+def processor_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def until(browser: Browser, condition: str) -> None:
+    """Waits in the page until the condition holds and is painted."""
+    browser.evaluate(
+        f"""new Promise((done) => {{ const look = () => ({condition})
+          ? requestAnimationFrame(() => requestAnimationFrame(done)) : setTimeout(look, 5); look(); }})"""
+    )
+
+
+def painted(browser: Browser, url: str, condition: str) -> float:
+    """Milliseconds from a navigation until the condition holds."""
+    browser.call("Page.navigate", url="about:blank")
+    browser._until(lambda m: m.get("method") == "Page.loadEventFired")
+    browser.call("Page.navigate", url=url)
+    browser._until(lambda m: m.get("method") == "Page.loadEventFired")
+    until(browser, condition)
+    return browser.evaluate("performance.now()")
+
+
+def thread_s(browser: Browser) -> float:
+    """The processor time of the page's thread so far."""
+    metrics = browser.call("Performance.getMetrics")["metrics"]
+    return next(one["value"] for one in metrics if one["name"] == "TaskDuration")
+
+
+def one_run(browser: Browser, folder: Path) -> dict[str, object]:
+    run = run_of(folder / "long", STEPS)
+    process, url = serving(folder)
+    place = f"{url}#train/{str(run).replace('/', '%2F')}"
+    figures = "[...document.querySelectorAll('.figures dd')].some((one) => one.textContent.startsWith('1.'))"
+    there = f"document.querySelector('canvas') && {figures}"
+    browser.call("Performance.enable", timeDomain="threadTicks")
+    try:
+        first, *more = [painted(browser, place, there) for _ in range(TRIES + 1)]
+        browser.evaluate(
+            "window.longest = 0; new PerformanceObserver((all) => all.getEntries().forEach((one) => "
+            "{ longest = Math.max(longest, one.duration); })).observe({ type: 'longtask' })"
+        )
+        time.sleep(1)
+        page, steps = thread_s(browser), round(WATCHED_S * 2)
+        with owned(run), open(run / "metrics.jsonl", "a") as file:
+            before, began = processor_s(process.pid), time.monotonic()
+            for step in range(STEPS + 1, STEPS + 1 + steps):
+                line = {
+                    "step": step,
+                    "loss": 1.3,
+                    "step_s": 0.5,
+                    "tokens_per_s": 8192,
+                    "mfu": 0.2,
+                    "lr": 1e-3,
+                }
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                time.sleep(0.5)
+            open_share = (processor_s(process.pid) - before) / (time.monotonic() - began)
+        update = (thread_s(browser) - page) / steps
+        time.sleep(1)
+        shown = browser.evaluate("document.querySelector('.head .lead').textContent")
+        assert f"{STEPS + steps:,}" in shown, shown
+        longest = browser.evaluate("longest")
+        browser.call("Page.navigate", url="about:blank")
+        time.sleep(2)
+        with owned(run):
+            before, began = processor_s(process.pid), time.monotonic()
+            time.sleep(WATCHED_S)
+            closed_share = (processor_s(process.pid) - before) / (time.monotonic() - began)
+    finally:
+        process.terminate()
+        process.wait()
+    return {
+        "steps": STEPS,
+        "first_paint_ms": round(statistics.median(more)),
+        "first_paint_of_the_server_ms": round(first),
+        "update_processor_ms": round(1000 * update, 1),
+        "longest_task_of_an_update_ms": round(longest) if longest else "below 50",
+        "server_share_of_a_core_open": round(open_share, 4),
+        "server_share_of_a_core_closed": round(closed_share, 4),
+    }
+
+
+def many_runs(browser: Browser, folder: Path) -> dict[str, object]:
+    for number in range(RUNS):
+        run_of(folder / f"run-{number}", EACH)
+    process, url = serving(folder)
+    rows = f"document.querySelectorAll('tbody tr').length == {RUNS}"
+    full = f"{rows} && ![...document.querySelectorAll('tbody a')].some((a) => a.textContent == '...')"
+    try:
+        names = painted(browser, f"{url}#runs", rows)
+        until(browser, full)
+        filled = browser.evaluate("performance.now()")
+        again = painted(browser, f"{url}#runs", full)
+    finally:
+        process.terminate()
+        process.wait()
+    return {
+        "runs": RUNS,
+        "steps": EACH,
+        "first_paint_ms": round(names),
+        "all_figures_ms": round(filled),
+        "all_figures_known_ms": round(again),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    out = parser.parse_args().out
+    program = find()
+    assert program, "no Chromium"
+    with tempfile.TemporaryDirectory() as name, Browser(program, timeout=60) as browser:
+        found = {
+            "cores": cores(),
+            "load_before": os.getloadavg()[0],
+            "one_run": one_run(browser, Path(name) / "one"),
+            "many_runs": many_runs(browser, Path(name) / "many"),
+            "load_after": os.getloadavg()[0],
+        }
+    text = json.dumps(found, indent=1)
+    print(text)
+    if out:
+        out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Runs: those of the folders with their figures, side by side, as Hugging Face folders and as one file to send."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from starlette.responses import Response
+from starlette.routing import Route
+
+from fivefold.errors import UserError, printable
+from fivefold.files import numbered_folder, remove
+from fivefold.observe.chart import smooth
+from fivefold.observe.compare import AXES, FIGURES, ComparedRun, as_json, read_runs
+from fivefold.observe.report import page, sampled
+from fivefold.play.state import Params, State, condition, events, get, post, stamp
+from fivefold.play.train import command
+from fivefold.play.watch import layout_of
+
+MOST, POINTS = 50, 2000
+"""Runs side by side, and points of a curve."""
+
+
+def routes(state: State) -> list[Route]:
+    return [
+        events("/api/runs/rows", lambda given: rows(state)),
+        get("/api/runs/compare", lambda given: compare(state, given)),
+        get("/api/runs/report", lambda given: report(state.run(given.get("run")))),
+        post("/api/runs/export", lambda given: export(state, state.run(given.get("run")))),
+    ]
+
+
+def rows(state: State) -> Iterator[Any]:
+    """First {names, figures: {key: title}}; then a row for each run, {name, kind, step, steps, layout, arch, figures:
+    {key: number}, shown: {key: text}}, and again when it has changed."""
+    known: dict[str, Any] = {}
+    yield {"names": [*state.runs()], "figures": {key: title for key, (title, _) in FIGURES.items()}}
+    while True:
+        runs = state.runs()
+        if gone := known.keys() - runs.keys():
+            known = {name: row for name, row in known.items() if name not in gone}
+            yield {"gone": [*gone]}
+        for name, run in runs.items():
+            state.run(name)  # guards it
+            row = {"name": name, **condition(run), **_figures(run, stamp(run))}
+            if row != known.get(name):
+                known[name] = row
+                yield row
+        yield None
+
+
+@lru_cache(500)
+def _figures(run: Path, stamp: tuple[object, ...]) -> dict[str, Any]:
+    try:
+        (one,) = read_runs([run])
+    except (UserError, OSError) as error:  # no metrics yet, or broken ones
+        return {"problem": str(error)}
+    figures = one.figures
+    return {
+        "figures": figures,
+        "shown": {key: FIGURES[key][1](value) for key, value in figures.items()},
+        "layout": layout_of(run),
+        "arch": one.recipe.model.arch if one.recipe else "",
+    }
+
+
+def compare(state: State, given: Params) -> dict[str, Any]:
+    """given: runs, the names as a JSON list; axis, one of AXES. Returns the comparison (`compare.as_json`) and curves:
+    {name: {train, val: [places, losses]}}."""
+    try:
+        names = json.loads(given.get("runs", ""))
+    except (ValueError, RecursionError):
+        names = None
+    axis = given.get("axis", AXES[0])
+    if not isinstance(names, list) or not 1 <= len(names) <= MOST or axis not in AXES:
+        raise UserError(f"runs: 1 to {MOST} names as a JSON list; axis: {', '.join(AXES)}")
+    found = read_runs([state.run(name) for name in names])
+    curves = {
+        str(one.folder): {"train": _curve(one, axis, "loss"), "val": _curve(one, axis, "val_loss")}
+        for one in found
+    }
+    return as_json(found) | {
+        "curves": {printable(name): curve for name, curve in curves.items()},
+        "axes": AXES,
+    }
+
+
+def _curve(run: ComparedRun, axis: str, key: str) -> tuple[list[float], list[float]]:
+    places, values = run.along(axis, key)
+    if key == "loss":
+        values = smooth(values, len(values) // 50 | 1)
+    points = sampled(list(zip(places, values, strict=True)), POINTS)
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def report(run: Path) -> Response:
+    """The run's report, one file that opens offline, to keep or to send."""
+    name = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "-" for c in run.name)
+    now = condition(run)
+    state = f"training, step {now['step']:,}" if now["kind"] == "training" else ""
+    headers = {"Content-Disposition": f'attachment; filename="{name}-report.html"'}
+    return Response(page(run, state).encode("utf-8", "replace"), media_type="text/html", headers=headers)
+
+
+def export(state: State, run: Path) -> dict[str, Any]:
+    """Writes the run's weights as a Hugging Face folder beside it, by the command. Returns {folder, command}."""
+    folder = numbered_folder(state.home, f"{run.name}-hf")
+    words = ["export", str(run), str(folder)]
+    line = [sys.executable, "-m", "fivefold", *words]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        remove(folder)
+        raise UserError(
+            done.stderr.strip().removeprefix("error: ")[-2000:] or f"`{command(words)}` has failed"
+        )
+    return {"folder": printable(str(folder)), "command": command(words)}
