@@ -141,6 +141,33 @@ class _GeGLU(Function):
         return torch.cat((dgate, grads[0] * F.gelu(gate, approximate="tanh")), dim=-1)
 
 
+def gated(x: Tensor, gate: Tensor, silu: bool = False) -> Tensor:
+    """x * sigmoid(gate), or with silu x * gate * sigmoid(gate). Both of the same shape."""
+    return _Gated.apply(x, gate, silu)
+
+
+class _Gated(Function):
+    """Keeps its inputs alone. Computed in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, silu: bool) -> Tensor:
+        ctx.save_for_backward(x, gate)
+        ctx.silu = silu
+        wide = gate.float()
+        return (x * (F.silu(wide) if silu else wide.sigmoid())).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        x, gate = ctx.saved_tensors
+        wide = gate.float()
+        share = wide.sigmoid()
+        factor = wide * share if ctx.silu else share
+        slope = share * (1 - share)
+        slope = share + wide * slope if ctx.silu else slope
+        return (grads[0] * factor).to(x.dtype), (grads[0] * x * slope).to(gate.dtype), None
+
+
 def gelu(x: Tensor, approximate: Literal["tanh", "none"]) -> Tensor:
     """GELU (arXiv 1606.08415), by its tanh form or exact."""
     if native.usable(x):

@@ -102,3 +102,8 @@ def any_length(element_size: float, head: int) -> bool:
 def keeps_probabilities(T: float) -> bool:
     """True if attention on CPUs keeps its probabilities for backward."""
     return T <= KEEP
+
+
+DELTA_CHUNK = 64
+"""Tokens of a chunk of the gated delta rule, as in arXiv 2412.06464: large enough for matmuls, and the matrices between
+a chunk's tokens are as wide as a head."""

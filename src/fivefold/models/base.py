@@ -178,11 +178,15 @@ def init_box_(
     """Fills `out` with the box [box[0][0]:box[0][1], box[1][0]:box[1][1], ...] of parameter `name`, of this shape.
 
     Matrices: normal with standard deviation `init_std`, divided by sqrt(2 L) for the projections back into the residual
-    stream (GPT-2). Scales of norms: ones. Biases, and scales that are added to 1: zeros. With `base_dim` all of them
-    are those of a model of that width (and `base_layers`) times the factors of `mup.scales`.
+    stream (GPT-2). Scales of norms: ones. Biases, and scales that are added to 1: zeros. The decays of linear attention
+    are spread over its heads (`_spread`). With `base_dim` all of them are those of a model of that width (and
+    `base_layers`) times the factors of `mup.scales`.
     """
     factor, _ = scales(model, name, shape)
-    if name.endswith(("bias", "delta")):
+    if name.endswith(SPREAD):
+        first, last = box[0]
+        out.copy_(torch.tensor([_spread(name, (i + 0.5) / shape[0]) for i in range(first, last)]))
+    elif name.endswith(("bias", "delta")):
         out.zero_()
     elif len(shape) == 1:
         out.fill_(factor)
@@ -192,6 +196,19 @@ def init_box_(
         branches = 2 * (model.base_layers or model.layers) if into_residual(name) else 1
         std = model.init_std / math.sqrt(branches) * factor
         fill_normal_(out, keys(f"{seed}/{name}"), std, shape, box)
+
+
+SPREAD = ("attention.a_log", "attention.dt")
+
+
+def _spread(name: str, share: float) -> float:
+    """The initial value of a head's decay, by its place among the heads, from 0 to 1. A token leaves exp(-exp(a_log)
+    softplus(dt)) of the state. The first factor goes evenly up to 16, the second evenly in its logarithm from 0.001 to
+    0.1: the ranges that the paper's code (arXiv 2412.06464) draws them from, so that heads remember for a few tokens
+    to many thousands."""
+    if name.endswith(SPREAD[0]):
+        return math.log(16 * share)
+    return math.log(math.expm1(10 ** (2 * share - 3)))  # the inverse of softplus
 
 
 def fill_normal_(

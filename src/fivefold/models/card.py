@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fivefold.errors import UserError
-from fivefold.models import MASKED_SHARE, Objective, file_of, predicted, work
+from fivefold.models import MASKED_SHARE, Objective, delta_work, file_of, predicted, work
 from fivefold.models.mixture_work import mixture
 from fivefold.models.operations import ByKind, Matmul, Operation, Program, Saved, Sizes, Work
 from fivefold.models.section import ModelSection
@@ -72,6 +72,14 @@ class Card(ABC):
     """True if blocks with a window may rotate in their own way."""
     windows = False
     """True if queries may see a window of keys only."""
+    patterned = False
+    """True if some blocks may attend to whole sequences and others in another way."""
+    linear_attention = False
+    """True if some blocks have linear attention (models/delta.py)."""
+    gated_attention = False
+    """True if the outputs of attention's heads have gates."""
+    gated_shared = False
+    """True if the result of shared experts has a gate."""
     latent_attention = False
     """True if queries, keys and values are made from narrow latent vectors (MLA)."""
     has_experts = False
@@ -136,9 +144,18 @@ class Card(ABC):
 
     @cached
     def kinds(self) -> tuple[tuple[bool, bool, bool], ...]:
-        """Of every block, whether it has experts, sees whole sequences, and has no positions."""
-        rotates = self.model.rotates
-        return tuple((self.mixed[n], not self.window(n), not rotates(n)) for n in range(self.model.blocks))
+        """Of every block, whether it has experts, attends to whole sequences, and has no positions."""
+        rotates, linear = self.model.rotates, self.model.linear
+        return tuple(
+            (self.mixed[n], not self.window(n) and not linear(n), not rotates(n))
+            for n in range(self.model.blocks)
+        )
+
+    @property
+    def whole_heads(self) -> dict[str, int]:
+        """Numbers of heads, by their fields, that ranks of the tensor and of the context axis divide, whatever
+        `cp_method` says."""
+        return {"linear_key_heads": self.model.linear_key_heads or 1} if self.linear_attention else {}
 
     def window(self, number: int) -> int:
         """The keys that a query sees in a block, if they are fewer than a sequence; 0: all."""
@@ -153,19 +170,19 @@ class Card(ABC):
     def words_of(self, number: int) -> str:
         """A block in a few words."""
         words = " with experts" * self.is_mixed(number) + " with a window" * (self.window(number) > 0)
+        words += " with linear attention" * self.model.linear(number)
         return f"a block{words}" + " without positions" * (not self.model.rotates(number))
 
     @cached
     def count(self) -> int:
         """Number of parameters. One block of each kind is counted, so that a sweep over sizes stays fast."""
-        layers = self.model.layers
-        mixed = self.mixed_blocks() - self.further * self.has_experts
         rest = type(self)(self.model.model_copy(update={"layers": 0})).table()
-        total = sum(map(math.prod, rest.values()))
-        for kind, blocks in ((False, layers - mixed), (True, mixed)):
-            if blocks:
-                one = next(number for number in range(layers) if self.is_mixed(number) is kind)
-                total += blocks * sum(map(math.prod, self.block(one).values()))
+        total, known = sum(map(math.prod, rest.values())), dict[tuple[bool, bool], int]()
+        for number in range(self.model.layers):
+            kind = self.is_mixed(number), self.model.linear(number)
+            if kind not in known:
+                known[kind] = sum(map(math.prod, self.block(number).values()))
+            total += known[kind]
         return total
 
     @abstractmethod
@@ -230,6 +247,8 @@ class Card(ABC):
     def attention_flops(self, number: int) -> float:
         """FLOPs per token, forward and backward, of scores and values in a block."""
         model, T = self.model, self.model.seq_len
+        if model.linear(number):
+            return delta_work.flops(model)
         window = self.window(number) or T
         keys = window - window**2 / (2 * T) if self.causal else T  # that a query sees, on average
         return 12.0 * model.head_width * model.heads * keys
@@ -272,14 +291,17 @@ class Card(ABC):
 
     def feed_forward_operations(self, s: Sizes, program: Program, number: int) -> list[Operation]:
         if self.is_mixed(number):
-            return mixture(s, program)
+            return mixture(s, program, self.gated_shared)
         return work.feed_forward(s, program, self.gated, self.biased)
 
     def attention_operations(self, s: Sizes, program: Program, number: int) -> list[Operation]:
         """Operations of a block's attention."""
+        if self.model.linear(number):
+            return delta_work.operations(s, program)
         biased = self.biased or self.qkv_biased or self.model.attention_bias
         rotary = self.rotary and self.model.rotates(number)
-        return work.attention(s, program, self.causal, rotary, biased, self.window(number))
+        gates = s.q * self.gated_attention
+        return work.attention(s, program, self.causal, rotary, biased, self.window(number), gates)
 
     def active(self, name: str, size: int) -> int:
         """Number of a parameter's elements that compute a token: for experts, those that the token is routed to."""
@@ -345,9 +367,10 @@ def flops_per_token(model: ModelSection, pairs: Callable[[int], float] | None = 
     blocks, _, head = card.costs
     if pairs is None:
         return sum(blocks) + head
-    T, hidden, depth = card.model.seq_len, 0.0, card.model.blocks
-    for window, count in Counter(map(card.window, range(depth))).items():
-        number = next(n for n in range(depth) if card.window(n) == window)
+    T, hidden = card.model.seq_len, 0.0
+    attends = [number for number in range(card.model.blocks) if not card.model.linear(number)]
+    for window, count in Counter(map(card.window, attends)).items():
+        number = next(n for n in attends if card.window(n) == window)
         whole = (2 * T - window + 1) * window / (T * (T + 1)) if window else 1.0
         hidden += count * card.attention_flops(number) * (1 - min(1.0, pairs(window) / whole))
     return sum(blocks) + head - hidden
@@ -391,10 +414,14 @@ def block(
     return table
 
 
-def attention(model: ModelSection, bias: bool, out_bias: bool = True) -> dict[str, Shape]:
-    """Parameters of attention. Rows of `qkv`: query heads, key heads, value heads. out_bias: of `out`, with `bias`."""
+def attention(
+    model: ModelSection, bias: bool, out_bias: bool = True, gated: bool = False
+) -> dict[str, Shape]:
+    """Parameters of attention. Rows of `qkv`: query heads, key heads, value heads, with `gated` those of the query
+    heads' gates. out_bias: of `out`, with `bias`."""
     D, d, H, K = model.dim, model.head_width, model.heads, model.kv_heads or model.heads
-    return linear("qkv", D, d * (H + 2 * K), bias) | linear("out", d * H, D, bias and out_bias)
+    rows = d * (H + 2 * K + H * gated)
+    return linear("qkv", D, rows, bias) | linear("out", d * H, D, bias and out_bias)
 
 
 def ahead(D: int) -> dict[str, Shape]:
@@ -441,7 +468,8 @@ def cut_of(name: str, shape: Shape, model: ModelSection) -> Cut | None:
         case "embed.weight" | "head.weight" | "head_bias":
             return Cut("vocab", 0, shape[:1])
         case "attention.qkv.weight" | "attention.qkv.bias":
-            return Cut("column", 0, (d * H, d * K, d * K))
+            gates = (d * H,) * (shape[0] > d * (H + 2 * K))
+            return Cut("column", 0, (d * H, d * K, d * K, *gates))
         case "mlp.gate_up.weight":
             return Cut("column", 0, (shape[0] // 2,) * 2)
         case "mlp.experts.gate_up":
@@ -457,4 +485,4 @@ def cut_of(name: str, shape: Shape, model: ModelSection) -> Cut | None:
             return Cut("column", 0, shape[:1])
         case "attention.out.weight" | "mlp.down.weight":
             return Cut("row", 1, shape[1:])
-    return None
+    return delta_work.cut_of(name, model) if model.linear_heads else None

@@ -49,6 +49,8 @@ class Entry:
     """True if it is stored transposed there (the `Conv1D` of GPT-2)."""
     order: tuple[int, ...] = ()
     """Of each of our rows its number there, if rows stand in another order."""
+    shape: Shape = ()
+    """The shape of a single tensor there, if it has other dims."""
 
 
 @dataclass(frozen=True)
@@ -168,10 +170,17 @@ def for_hf(state: Mapping[str, Weight], model: ModelSection) -> dict[str, Weight
         for name, rows in zip(entry.theirs, entry.rows or (whole,), strict=True):
             read = partial(_theirs, weight, entry.transpose, start, start + rows)
             theirs[name], start = Weight((rows, *rest), weight.dtype, read), start + rows
+        if entry.shape:
+            (name,) = entry.theirs
+            theirs[name] = Weight(entry.shape, weight.dtype, partial(_shaped, theirs[name], entry.shape))
     for name, original in _copies(_exchange_of(model), model).items():
         weight = theirs[original]  # files have no two names for one weight
         theirs[name] = replace(weight, read=lambda weight=weight: weight.read().clone())
     return theirs
+
+
+def _shaped(weight: Weight, shape: Shape) -> Tensor:
+    return weight.read().view(shape)
 
 
 def _theirs(weight: Weight, transpose: bool, start: int, stop: int) -> Tensor:
@@ -244,9 +253,9 @@ def made_from_hf(state: Mapping[str, Weight], model: ModelSection) -> dict[str, 
         first_dims = entry.rows or ((expected[1] if entry.transpose else expected[0]),)
         rest = (expected[0],) if entry.transpose else tuple(expected[2 if len(expected) == 3 else 1 :])
         for name, part, rows in zip(entry.theirs, parts, first_dims, strict=True):
-            if tuple(part.shape) != (rows, *rest):
+            if tuple(part.shape) != (wanted_shape := entry.shape or (rows, *rest)):
                 problems.append(
-                    f"weight {name} has shape {tuple(part.shape)}, config.json asks for {(rows, *rest)}"
+                    f"weight {name} has shape {tuple(part.shape)}, config.json asks for {wanted_shape}"
                 )
             elif (dtype := dtypes[name]) is None or dtype != dtypes[entry.theirs[0]]:
                 allowed = f"{', '.join(NAMES)}, the same for {' and '.join(entry.theirs)}"

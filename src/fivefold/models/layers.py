@@ -139,18 +139,26 @@ class Sublayer(nn.Module, ABC):
         """The first matmul's result, and every block's arguments besides x -> the sublayer's output (B, T, D)."""
 
 
-class AttentionCore(nn.Module):
-    """Attention between projections: (B, T, (H + 2K) d) -> (B, T, H d). No parameters.
+class Core(nn.Module):
+    """What of a block looks beyond a token, between projections. No parameters.
 
-    Context parallelism replaces it by another module; tensor parallelism lowers its head counts. recompute: backward
-    computes scores and softmax again.
+    Context parallelism replaces it by another module; tensor parallelism lowers its head counts.
     """
+
+    def __init__(self, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = heads, kv_heads
+
+
+class AttentionCore(Core):
+    """Attention between projections: (B, T, (H + 2K) d) -> (B, T, H d). recompute: backward computes scores and softmax
+    again."""
 
     recompute = False
 
     def __init__(self, heads: int, kv_heads: int, causal: bool = True) -> None:
-        super().__init__()
-        self.heads, self.kv_heads, self.causal = heads, kv_heads, causal
+        super().__init__(heads, kv_heads)
+        self.causal = causal
 
     def forward(
         self,
@@ -276,17 +284,18 @@ def cached_attention(
 class Attention(Sublayer):
     """Self-attention. Rows of `qkv.weight`: H query heads, then K key heads, then K value heads. number: of the block,
     which says what its queries see and how they rotate. biased: it has biases, whatever the model says; out_biased: and
-    so has `out`, if there are any."""
+    so has `out`, if there are any. gated: a sigmoid of the block's input multiplies the output of each head (arXiv
+    2505.06708); H heads of gates are the last rows of `qkv.weight`."""
 
     entry = "qkv"
-    biased, out_biased = False, True
+    biased, out_biased, gated = False, True, False
 
     def __init__(self, model: ModelSection, bias: bool, number: int = 0, causal: bool = True) -> None:
         super().__init__()
         self.window, self.rotates = model.window(number), model.rotates(number)
         heads, kv_heads, d = model.heads, model.kv_heads or model.heads, model.head_width
         bias = bias or self.biased
-        self.qkv = Linear(model.dim, (heads + 2 * kv_heads) * d, bias=bias)
+        self.qkv = Linear(model.dim, (heads + 2 * kv_heads + heads * self.gated) * d, bias=bias)
         self.core = AttentionCore(heads, kv_heads, causal)
         self.out = Linear(heads * d, model.dim, bias=bias and self.out_biased)
 
@@ -299,15 +308,12 @@ class Attention(Sublayer):
     ) -> Tensor:
         """tables: cosine and sine of the rotary angles (T, d/2), or nothing; then those of blocks with a window, if
         these have their own."""
-        qkv = self.qkv(x_BTD)  # (B, T, (H + 2K) d)
+        product = self.qkv(x_BTD)  # (B, T, (H + 2K) d), or with gates (B, T, (2H + 2K) d)
         if cache is None:
-            return self.finish(qkv, *tables, documents=documents)
+            return self.finish(product, *tables, documents=documents)
         cos, sin = self.angles(tables) or (None, None)
-        return self.out(
-            cached_attention(
-                self.prepare(qkv), self.core.heads, self.core.kv_heads, cos, sin, cache, self.scores
-            )
-        )
+        heads, (qkv, *gates) = (self.core.heads, self.core.kv_heads), self.divided(product)
+        return self.project(cached_attention(self.prepare(qkv), *heads, cos, sin, cache, self.scores), *gates)
 
     @property
     def scores(self) -> Scores:
@@ -315,9 +321,22 @@ class Attention(Sublayer):
         return Scores(self.window)
 
     def finish(self, product: Tensor, *tables: Tensor, documents: Documents | None = None) -> Tensor:
-        """Queries, keys and values (B, T, (H + 2K) d) -> (B, T, D)."""
-        angles = self.angles(tables)
-        return self.out(self.core(self.prepare(product), *angles, documents=documents, scores=self.scores))
+        """Queries, keys and values (B, T, (H + 2K) d), and gates if there are -> (B, T, D)."""
+        angles, (qkv, *gates) = self.angles(tables), self.divided(product)
+        attended = self.core(self.prepare(qkv), *angles, documents=documents, scores=self.scores)
+        return self.project(attended, *gates)
+
+    def divided(self, product: Tensor) -> tuple[Tensor, ...]:
+        """The first matmul's result as queries, keys and values, and the logits of gates if there are."""
+        if not self.gated:
+            return (product,)
+        heads, kv_heads = self.core.heads, self.core.kv_heads
+        d = product.shape[-1] // (2 * heads + 2 * kv_heads)
+        return product.split([(heads + 2 * kv_heads) * d, heads * d], -1)
+
+    def project(self, attended: Tensor, gates: Tensor | None = None) -> Tensor:
+        """The outputs of heads (B, T, H d), through their gates -> (B, T, D)."""
+        return self.out(attended if gates is None else elementwise.gated(attended, gates))
 
     def angles(self, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The tables by which this block rotates."""
@@ -395,8 +414,31 @@ class LayerCache:
         return copy
 
 
+class StateCache:
+    """Of a block with linear attention: the state of its heads, and the last tokens of its convolution; None without
+    tokens before. `length` tokens have passed."""
+
+    def __init__(self) -> None:
+        self.length, self.held = 0, list[Tensor]()
+
+    @property
+    def before(self) -> tuple[Tensor | None, Tensor | None]:
+        """State and last tokens; None before the first token."""
+        state, tail = self.held if self.length else (None, None)
+        return state, tail
+
+    def put(self, tokens: int, state: Tensor, tail: Tensor) -> None:
+        self.length, self.held = self.length + tokens, [state, tail]
+
+    def rows(self, rows: Sequence[int], capacity: int) -> StateCache:
+        copy = StateCache()
+        copy.length, copy.held = self.length, [one[rows] for one in self.held]
+        return copy
+
+
 class Cache:
-    """One `LayerCache` per block, passed to a model with each piece of text: the prompt, then token by token."""
+    """One `LayerCache` or `StateCache` per block, passed to a model with each piece of text: the prompt, then token by
+    token."""
 
     def __init__(
         self,
@@ -409,7 +451,10 @@ class Cache:
     ) -> None:
         self.capacity = capacity or model.seq_len
         shape = (batch, self.capacity, model.kv_heads or model.heads, model.head_width)
-        self.layers = [LayerCache(shape, dtype, device) for _ in range(model.layers)]
+        self.layers = [
+            StateCache() if model.linear(number) else LayerCache(shape, dtype, device)
+            for number in range(model.layers)
+        ]
 
     def rows(self, rows: Sequence[int], capacity: int) -> Cache:
         """A new cache of `capacity` tokens that begins with these rows of this one, some perhaps several times."""
@@ -428,5 +473,5 @@ class Cache:
         for layer in self.layers:
             layer.length = 0
 
-    def __getitem__(self, index: int) -> LayerCache:
+    def __getitem__(self, index: int) -> LayerCache | StateCache:
         return self.layers[index]

@@ -184,14 +184,14 @@ class Experts(Sublayer):
 
 
 class Mixture(nn.Module):
-    """Router, routed experts, shared experts (one SwiGLU as wide as all of them).
+    """Router, routed experts, shared experts (one SwiGLU as wide as all of them; gated: times a sigmoid of the input).
 
     Under tensor parallelism each rank computes some features of every expert. One sum behind routed and shared experts
     makes the result whole. The router is whole. Under sequence parallelism ranks have tokens of their own, and whole
     experts.
     """
 
-    def __init__(self, model: ModelSection) -> None:
+    def __init__(self, model: ModelSection, gated: bool = False) -> None:
         super().__init__()
         self.count, self.capacity_factor = known(model.experts), model.capacity_factor
         self.aux_weight = model.aux_loss_weight if model.balance == "aux" else 0.0
@@ -199,6 +199,7 @@ class Mixture(nn.Module):
         self.router, self.total, self.experts = Router(model), Total(), Experts(model)
         width = (model.shared_experts or 0) * known(model.expert_ffn_dim)
         self.shared = SwiGLU(model.dim, width) if width else None
+        self.shared_gate = nn.Parameter(torch.empty(1, model.dim)) if width and gated else None
         self.enter, self.leave = RegionInput(), RegionOutput()
         self.stats = RouterStats()
 
@@ -211,7 +212,7 @@ class Mixture(nn.Module):
         inside_ND = self.enter(x_ND)
         rows_MD, begun = self.experts.exchange.begin(inside_ND, way, self.experts.travelling)
         # Between the two, rows travel. The plan has this order, too (`models.work.mixture`).
-        shared_ND = None if self.shared is None else self.shared(inside_ND)
+        shared_ND = None if self.shared is None else self.share(inside_ND)
         rows_MD = self.experts(rows_MD, begun)
         y_ND = combine(rows_MD, self.enter(weights), way)
         if shared_ND is not None:
@@ -220,6 +221,12 @@ class Mixture(nn.Module):
         if torch.is_grad_enabled() and self.training:
             y_ND = self.attach(y_ND, shares, logits, way)
         return y_ND.view_as(x_BTD)
+
+    def share(self, x_ND: Tensor) -> Tensor:
+        """What the shared experts add; under tensor parallelism a partial sum."""
+        assert self.shared is not None
+        shared_ND = self.shared(x_ND)
+        return shared_ND if self.shared_gate is None else shared_ND * (x_ND @ self.shared_gate.t()).sigmoid()
 
     def attach(self, y_ND: Tensor, shares_NE: Tensor, logits_NE: Tensor, way: Assignment) -> Tensor:
         """y, whose backward brings the router's own terms and facts."""

@@ -11,10 +11,10 @@ from fivefold.models.work import activation
 from fivefold.sharding.units import COUNTS, loads
 
 
-def mixture(s: Sizes, program: Program) -> list[Operation]:
+def mixture(s: Sizes, program: Program, gated: bool = False) -> list[Operation]:
     """The routed feed-forward: tokens go to their experts and come back. A rank sends the tokens that it has outside
     tensor-parallel regions. Tensor-parallel ranks with the same tokens have some features of every expert. The order is
-    that of `models.mixture.Mixture`, and in backward its reverse."""
+    that of `models.mixture.Mixture`, and in backward its reverse. gated: the shared experts' result has a gate."""
     model, D, e, N = s.model, s.model.dim, s.e, s.n
     E, k, F = model.experts or 1, model.experts_per_token or 1, model.expert_ffn_dim or model.ffn_dim or 0
     summed = () if s.sp else s.sum()
@@ -34,6 +34,10 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
     experts = _swiglu("experts", received, F, s, program, here, s.chunks)
     shared = _swiglu("shared", N, model.shared_experts * F, s, program) if model.shared_experts else []
     role: Role = "fed" if program.joined else "stream"
+    if gated and shared:
+        size = N * D * e
+        shared.append(Operation("shared gate", forward=3 * size, backward=5 * size, kernels=4,
+                                saved=(Saved("ungated shared output", size, role),)))  # fmt: skip
     combine = Operation(
         "combine",
         forward=3 * routed * D * e + order,

@@ -74,7 +74,8 @@ def into_residual(name: str) -> bool:
 
 def rules(model: ModelSection) -> Iterator[Contradiction]:
     """Refuses models of whose parameters the papers do not say how they scale: masked ones with a layer behind the
-    blocks, norms that undo the scale of what is added, latent vectors that need not grow with D."""
+    blocks, norms that undo the scale of what is added, latent vectors that need not grow with D, and linear
+    attention."""
     card, keys = card_of(model), {"model.base_dim", "model.arch"}
     if model.base_dim is None and model.base_layers is not None:
         yield (
@@ -83,10 +84,14 @@ def rules(model: ModelSection) -> Iterator[Contradiction]:
             f"valid: base_dim = {model.dim}",
         )
     if model.base_dim and (
-        card.objective != "causal" or card.post_norm or card.sandwich_norm or card.latent_attention
+        card.objective != "causal"
+        or card.post_norm
+        or card.sandwich_norm
+        or card.latent_attention
+        or card.linear_attention
     ):
         yield (
             keys,
             f"model.base_dim = {model.base_dim}: mu-P is not known for {model.arch}, only for decoders with norms "
-            'before sublayers and without latent attention. Nearest valid: arch = "llama"',
+            'before sublayers and without latent or linear attention. Nearest valid: arch = "llama"',
         )

@@ -58,7 +58,8 @@ class Saved:
 class Matmul:
     """`count` matmuls (m, k) x (k, n). weight: True if the second factor is a parameter. sensitive: its
     factors are never rounded. grouped: of experts, which multiply rounded factors in the working dtype. chunks: of the
-    m rows, multiplied one after the other in forward and for the input's gradient (schedules/chunks.py)."""
+    m rows, multiplied one after the other in forward and for the input's gradient (schedules/chunks.py). wide: in fp32,
+    whatever the mode."""
 
     m: float
     n: float
@@ -68,6 +69,7 @@ class Matmul:
     sensitive: bool = False
     grouped: bool = False
     chunks: int = 1
+    wide: bool = False
 
     def rounded(self, kept: bool, both: bool = False) -> tuple[float, float, float]:
         """Elements that its three products round, in some modes: both factors of each. kept: but the weight. both: the
@@ -105,6 +107,7 @@ class Operation:
     forward) holds besides saved tensors. random: numbers drawn in forward, for dropout. rate: the measured operation
     whose element-wise work it resembles. beside: the operations that hide its hidden messages; none: itself. behind:
     those that do behind them, in chunks. tokens: of the sequences that fused attention goes over; None: they are whole.
+    again: backward computes its forward again in every mode of recomputation.
     """
 
     name: str
@@ -123,6 +126,7 @@ class Operation:
     beside: tuple[Operation, ...] = ()
     behind: tuple[Operation, ...] = ()
     tokens: float | None = None
+    again: bool = False
 
 
 Sent = tuple[Message, ...]

@@ -90,7 +90,11 @@ def rotary_rules(model: ModelSection) -> Iterator[Contradiction]:
             f"Nearest valid: {max(2, min(model.rotary_dim, model.head_width) // 2 * 2)}",
         )
     for name in ("full_every", "rope_local_theta"):
-        if (value := getattr(model, name)) and not model.sliding_window:
+        if (
+            (value := getattr(model, name))
+            and not model.sliding_window
+            and not card_of(model).linear_attention
+        ):
             yield (
                 {f"model.{name}", "model.sliding_window"},
                 f"model.{name} = {value:g} has no effect: without model.sliding_window all blocks see whole sequences. "
@@ -119,6 +123,8 @@ WORDS = {
     "unrotated": "blocks without positions",
     "partly_rotated": "heads that rotate in part",
     "windows": "sliding windows",
+    "patterned": "two kinds of attention that alternate",
+    "linear_attention": "linear attention",
     "rotary": "rotary positions",
     "has_experts": "experts",
     "free_heads": "heads of their own width",

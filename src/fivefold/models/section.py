@@ -114,15 +114,25 @@ class ModelSection(Section):
     sliding_window: int = _of("windows", 0, ge=0, le=LONGEST)
     """Keys that a query sees, its own the last of them, in blocks with a sliding window (arXiv 2004.05150, 2310.06825).
     0: all earlier ones."""
-    full_every: int = _of("windows", 0, ge=0, le=MOST_LAYERS)
-    """Every so many blocks one sees the whole sequence, the last of them (Gemma 3: 6, OLMo 3: 4, gpt-oss: 2). 0: all
-    blocks have the window. Only with `sliding_window`."""
+    full_every: int = _of("patterned", 0, ge=0, le=MOST_LAYERS)
+    """Every so many blocks one attends to the whole sequence, the last of them (Gemma 3: 6, OLMo 3 and Qwen3-Next: 4,
+    gpt-oss: 2). 0: all blocks have the window, or linear attention. With windows only with `sliding_window`."""
     rope_local_theta: float = _of("local_rotation", 0.0, ge=0)
     """Base in blocks with a sliding window, which scaling leaves alone (Gemma 3: 10000). 0: as in the others."""
     no_rope_every: int = _of("unrotated", 0, ge=0, le=MOST_LAYERS)
     """Every so many blocks one has no positions, the last of them (SmolLM3: 4; NoPE, arXiv 2305.19466). 0: none."""
     rotary_dim: int | None = _of("partly_rotated", None, ge=2, le=WIDEST)
     """Features of a query head that rotary positions turn. Unset: all."""
+    linear_heads: int | None = _of("linear_attention", None, ge=1, le=WIDEST)
+    """Value heads of blocks with linear attention (gated delta rule, arXiv 2412.06464), each with its own state."""
+    linear_key_heads: int | None = _of("linear_attention", None, ge=1, le=WIDEST)
+    """Query and key heads there. Must divide `linear_heads`."""
+    linear_key_dim: int | None = _of("linear_attention", None, ge=1, le=WIDEST)
+    """Width of a query and of a key head there."""
+    linear_value_dim: int | None = _of("linear_attention", None, ge=1, le=WIDEST)
+    """Width of a value head there."""
+    linear_conv: int = _of("linear_attention", 4, ge=2, le=64)
+    """Tokens of the causal convolution of queries, keys and values there."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of dropout on embeddings, attention outputs and feed-forward outputs."""
     freeze: str = ""
@@ -210,8 +220,15 @@ class ModelSection(Section):
 
     def window(self, number: int) -> int:
         """The keys that a query sees in a block; 0: all."""
-        full = self.full_every and (number + 1) % self.full_every == 0
-        return 0 if full else self.sliding_window
+        return 0 if self._full(number) else self.sliding_window
+
+    def linear(self, number: int) -> bool:
+        """True if a block of a resolved model has linear attention."""
+        return bool(self.linear_heads) and not self._full(number)
+
+    def _full(self, number: int) -> bool:
+        """True if `full_every` says that a block attends to the whole sequence."""
+        return self.full_every > 0 and (number + 1) % self.full_every == 0
 
     def rotates(self, number: int) -> bool:
         """True if a block has rotary positions, in models that have them."""

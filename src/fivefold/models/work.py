@@ -22,7 +22,7 @@ from fivefold.sharding.units import (
     Collective,
 )
 
-ENTRIES = ("qkv", "up")
+ENTRIES = ("qkv", "in_proj", "up")
 """First matmuls whose input is a norm's output and nothing else reads (`Sublayer.entry`)."""
 IN_FP32 = 2 * 4
 """Bytes per element that an eager RMSNorm keeps instead of its input: that and the normed one, in fp32."""
@@ -210,18 +210,32 @@ def add(name: str, s: Sizes, program: Program, mask: float) -> Operation:
 
 
 def attention(
-    s: Sizes, program: Program, causal: bool, rotary: bool, biased: bool, window: int = 0
+    s: Sizes, program: Program, causal: bool, rotary: bool, biased: bool, window: int = 0, gates: float = 0.0
 ) -> list[Operation]:
-    """Attention with one matmul for queries, keys and values. window: keys that a query sees; 0: all."""
-    kept = Saved("qkv", s.N * s.qkv * s.e, "copied" if program.attention == "blocks" else "product")
+    """Attention with one matmul for queries, keys and values. window: keys that a query sees; 0: all. gates: features
+    of the gates of its output, which come of that matmul, too."""
+    features, copied = s.qkv + gates, program.attention == "blocks" and not gates
+    kept = Saved("qkv", s.N * features * s.e, "copied" if copied else "product")
     output = Saved("attention output", s.N * s.q * s.e, "inner")
     return [
-        region_first("qkv", s, program, s.qkv, None, biased, (kept,), projections=3),
+        region_first("qkv", s, program, features, None, biased, (kept,), projections=3),
         *core(s, program, causal, rotary, s.q, window),
+        *([output_gate(s, program, gates)] if gates else []),
         region_last(
             "attention out", s, program, s.q, "inner" if program.joined else "out", biased, (output,)
         ),
     ]
+
+
+def output_gate(s: Sizes, program: Program, features: float) -> Operation:
+    """The gate of the outputs of heads. It keeps them; the matmul behind it keeps the result."""
+    size = s.N * features * s.e
+    passes = (3, 5, 1) if program.fused else (9, 22, 4)
+    kept = Saved("ungated output", size, "inner")
+    return Operation(
+        "output gate", None, 0.0, passes[0] * size, passes[1] * size, passes[2], saved=(kept,), part="inner",
+        workspace=5 * size, rate="gate",
+    )  # fmt: skip
 
 
 def region_first(

@@ -11,6 +11,8 @@ The queries of a rank see the keys of the others in one of three ways (`cp_metho
 - *all_gather* (Llama 3, arXiv 2407.21783, section 3.3.2; Megatron-LM): every rank gathers all keys and values, which
   are few where heads share them. Backward gathers them again and reduce-scatters their gradients.
 
+Blocks with linear attention exchange tokens for heads, whatever the method (parallel/by_heads.py).
+
 Packed documents change nothing in what is sent. Each rank knows the documents of whole sequences, and computes those
 that its queries and the keys present have in common. In a ring, ranks may then compute unequally much. With
 `all_gather` any rank may have any queries, so blocks of them are dealt by the work that documents leave
@@ -52,9 +54,11 @@ from fivefold.kernels.partial_attention import (
     split_heads_backward,
 )
 from fivefold.models.base import LanguageModel
+from fivefold.models.delta import DeltaCore
 from fivefold.models.layers import AttentionCore, Output
 from fivefold.parallel import operators
 from fivefold.parallel.autograd import sent
+from fivefold.parallel.by_heads import DeltaByHeads
 from fivefold.parallel.mesh import Mesh
 from fivefold.schedules.collectives.collective import joined
 from fivefold.schedules.ring_attention import Turn, reach_of, turns
@@ -78,6 +82,8 @@ def apply(stage: LanguageModel, mesh: Mesh) -> None:
             if isinstance(attention, OverRanks):
                 attention.registered = (cores.setdefault(attention.key, attention),)
             stage.set_submodule(name, attention)
+        elif isinstance(core, DeltaCore):
+            stage.set_submodule(name, DeltaByHeads(core, axis, mesh.layout))
     operators.axes[axis.key] = axis
     stage.output = CountedLoss(stage.output, axis)
 

@@ -28,7 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from fivefold.kernels import private
-from fivefold.models.layers import AddNorm, AttentionCore, Sublayer
+from fivefold.models.layers import AddNorm, AttentionCore, Core, Sublayer
 from fivefold.models.recomputation import chosen
 
 
@@ -49,7 +49,7 @@ def apply(
             if mode == "selective" and isinstance(module, AttentionCore):
                 module.recompute = True
             if isinstance(module, Sublayer):  # what it computes behind its first matmul
-                attends = any(isinstance(child, AttentionCore) for child in module.children())
+                attends = any(isinstance(child, Core) for child in module.children())
                 if ("attention" if attends else "gate") in names:
                     _set(module, "finish")
         if "norm" in names:

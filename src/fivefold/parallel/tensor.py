@@ -31,7 +31,7 @@ from fivefold.kernels.matmul import assert_on_device, loss_and_gradient, mean_by
 from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.models.base import LanguageModel
 from fivefold.models.layers import (
-    AttentionCore,
+    Core,
     Embedding,
     Output,
     Positions,
@@ -77,7 +77,7 @@ def apply(stage: nn.Module, mesh: Mesh, card: Model) -> list[str]:
                 stage.set_submodule(
                     name, Region(axis, enter if isinstance(module, RegionInput) else Leave.apply)
                 )
-        elif isinstance(module, AttentionCore):
+        elif isinstance(module, Core):
             module.heads, module.kv_heads = module.heads // axis.size, module.kv_heads // axis.size
         else:
             cut = table.get(f"{name}.weight")
@@ -124,7 +124,7 @@ def _attends(stage: nn.Module, name: str) -> bool:
     """True for a linear layer of attention, also inside another module there: it needs the tokens in order."""
     while name:
         name = name.rpartition(".")[0]
-        if any(isinstance(child, AttentionCore) for child in stage.get_submodule(name).children()):
+        if any(isinstance(child, Core) for child in stage.get_submodule(name).children()):
             return True
     return False
 

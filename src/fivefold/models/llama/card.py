@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fivefold.models import card
+from fivefold.models import card, delta_work
 from fivefold.models.card import attention, block, rms_norm, round_up, swiglu, under
 from fivefold.sharding.parts import Shape
 
@@ -36,11 +36,14 @@ class Card(card.Card):
 
     def block(self, number: int) -> dict[str, Shape]:
         norm = self.norm(self.model.dim)
-        found = block(norm, self.attention(), self.feed_forward(number), self.post_norm)
+        linear = self.model.linear(number)
+        attention = delta_work.attention(self.model) if linear else self.attention()
+        found = block(norm, attention, self.feed_forward(number), self.post_norm)
         return found | (under("norm1_after", norm) | under("norm2_after", norm) if self.sandwich_norm else {})
 
     def attention(self) -> dict[str, Shape]:
-        return attention(self.model, self.qkv_biased or self.model.attention_bias, self.out_biased)
+        biased = self.qkv_biased or self.model.attention_bias
+        return attention(self.model, biased, self.out_biased, self.gated_attention)
 
     def feed_forward(self, number: int) -> dict[str, Shape]:
         return swiglu(self.model.dim, self.model.ffn_dim or 0)

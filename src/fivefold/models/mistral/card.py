@@ -8,4 +8,4 @@ from fivefold.models.llama import card as llama
 class Card(llama.Card):
     summary = "llama with sliding windows"
     attention_biases = False
-    windows = True
+    windows = patterned = True

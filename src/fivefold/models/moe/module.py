@@ -14,9 +14,10 @@ class Model(llama.Model):
 
     def __init__(self, model: ModelSection) -> None:
         super().__init__(model)
-        for number, mixed in enumerate(card_of(model).mixed):
+        card = card_of(model)
+        for number, mixed in enumerate(card.mixed):
             block = self.blocks[str(number)]
             if mixed:
-                block.mlp = Mixture(model)
+                block.mlp = Mixture(model, card.gated_shared)
             if number >= model.layers:
                 block.ahead = Ahead(model)

@@ -7,4 +7,4 @@ from fivefold.models.olmo2 import card as olmo2
 
 class Card(olmo2.Card):
     summary = "olmo2 with sliding windows in most blocks"
-    windows = local_rotation = True
+    windows = patterned = local_rotation = True

@@ -8,4 +8,4 @@ from fivefold.models.llama import card as llama
 class Card(llama.Card):
     summary = "llama with sliding windows and heads that rotate in part"
     attention_biases = free_heads = False
-    windows = partly_rotated = True
+    windows = patterned = partly_rotated = True

@@ -134,10 +134,10 @@ class MicrobatchBytes(NamedTuple):
     """Bytes of one microbatch on a rank.
 
     plain, mixed: kept from forward to backward by a block of the first and of the second kind (`Card.second`). begin,
-    end: kept by the layers before and behind the blocks. owed_plain, owed_mixed: kept by a block from I to W. again:
-    recomputed in a block's backward. inside, loss: workspace of a block's backward, and of the loss. stream: the
-    activation between two blocks. tokens: inputs and targets. freed: the part of `end` that is gone before the last
-    block's backward.
+    end: kept by the layers before and behind the blocks. owed_plain, owed_mixed: kept by a block from I to W. again,
+    inside: recomputed in the last block's backward, and its workspace; other_again, other_inside: of a block of the
+    other kind. loss: workspace of the loss. stream: the activation between two blocks. tokens: inputs and targets.
+    freed: the part of `end` that is gone before the last block's backward.
     """
 
     plain: float
@@ -152,6 +152,8 @@ class MicrobatchBytes(NamedTuple):
     stream: float
     tokens: float
     freed: float
+    other_again: float
+    other_inside: float
 
 
 def microbatch(s: Setting, sums: Sums, recompute: str) -> MicrobatchBytes:
@@ -165,12 +167,25 @@ def microbatch(s: Setting, sums: Sums, recompute: str) -> MicrobatchBytes:
         for second in (False, True)
     ]
     plain, mixed = (max(0.0, _of(kind.saved, used.keeps) - others) for kind in kinds)
-    # full recomputation repeats the whole block, the other modes one part at a time
-    parts = kinds[s.card.second[-1]].parts
-    again, inside = 0.0, max(workspace for *_, workspace in parts)
-    if repeated := region("none").keeps - used.keeps:
-        made = [(_of(once if used.core else sizes, repeated), most) for sizes, once, most in parts]
-        again, inside = (sum(size for size, _ in made), inside) if recompute == "full" else max(made, key=sum)
+    repeated = region("none").keeps - used.keeps
+
+    def backward(parts: list[tuple[ByRole, ByRole, float]]) -> tuple[float, float]:
+        """Full recomputation repeats the whole block, the other modes one part at a time. What the parts behind one
+        have kept is free when it runs."""
+        made, free = list[tuple[float, float]](), 0.0
+        whole = recompute == "full" or not repeated
+        for sizes, once, most in reversed(parts):
+            made.append((_of(once if used.core else sizes, repeated), max(0.0, most - free)))
+            free += _of(sizes, used.keeps | repeated if whole else used.keeps)
+        if whole:
+            return sum(size for size, _ in made), max((most for _, most in made), default=0.0)
+        return max(made, key=sum, default=(0.0, 0.0))
+
+    last, between = (
+        s.card.second[-1],
+        stream * (2 if divided > 1 else 1),
+    )  # the gradient of the residual stream
+    (again, inside), (other_again, other_inside) = (backward(kinds[kind].parts) for kind in (last, not last))
     return MicrobatchBytes(
         plain,
         mixed,
@@ -179,11 +194,13 @@ def microbatch(s: Setting, sums: Sums, recompute: str) -> MicrobatchBytes:
         kinds[False].owed,
         kinds[True].owed,
         again,
-        inside + stream * (2 if divided > 1 else 1),  # with the gradient of the residual stream
+        inside + between,
         sums.loss,
         stream,
         2 * 8 * s.sizes.N * (1 + s.card.further),
         _of(sums.head, behind),
+        other_again,
+        other_inside + between,
     )
 
 
@@ -222,9 +239,8 @@ def at_peak(
     """(activations, buffers) at the moment of `Buffers` with the largest sum.
 
     live: bytes kept by all live microbatches. own: bytes kept by one of them. last: True if the rank has the last
-    stage. after: bytes of what happens behind backward: the end of compressed sums, the update. tails: the
-    rank's blocks, the last one first, if they recompute different things; else only the last one counts, behind which
-    most is live.
+    stage. after: bytes of what happens behind backward: the end of compressed sums, the update. tails: of the rank's
+    blocks, the last one first; else only that counts, behind which most is live.
     """
     loss = one.freed if last else 0.0
     tails = tails or (Tail(0.0, max(one.plain, one.mixed), one.again, one.inside),)
@@ -319,17 +335,10 @@ class Predictor:
         phases = [[(frozenset[int](), kept[0])]]
         if self.schedule:
             phases = live_phases(self.schedule, kept, owed, self.together, sooner=self.times > 1)
-        ranks, several = [], len(set(modes)) > 1
+        ranks = []
         for position, (states, besides, after, scratch) in enumerate(self.held):
             own = sum(kept[i] for i in stages_of(self.layout, position))
-            last = self.setting.ends(position)[1]
-            behind, tails = 0.0, list[Tail]()
-            for number in reversed(self.setting.blocks(position)) if several else ():
-                block, size = self.microbatch(modes[number]), self.kept(modes[number], number)
-                tails.append(Tail(behind, size, block.again, block.inside))
-                behind += size
-            if not self.setting.blocks(position):
-                tails.append(Tail(0.0, 0.0, 0.0, 0.0))
+            last, tails = self.setting.ends(position)[1], self._tails(position, modes)
             moments = list[tuple[float, float, float]]()
             for gradients, live in self.moments(position, states.gradients, phases[position]):
                 moments.append((gradients, *at_peak(one, besides, live, own, last, after, tails)))
@@ -337,6 +346,19 @@ class Predictor:
             buffers = more + scratch + self.always
             ranks.append(replace(states, gradients=gradients, activations=activations, buffers=buffers))
         return ranks
+
+    def _tails(self, position: int, modes: Sequence[str]) -> list[Tail]:
+        """Of a rank's blocks the last one of each kind and mode: behind it most is live."""
+        behind, tails = 0.0, dict[tuple[bool, str], Tail]()
+        for number in reversed(self.setting.blocks(position)):
+            second, mode = self.second[number], modes[number]
+            block, size = self.microbatch(mode), self.kept(mode, number)
+            work = block.again, block.inside
+            if second != self.second[-1]:
+                work = block.other_again, block.other_inside
+            tails.setdefault((second, mode), Tail(behind, size, *work))
+            behind += size
+        return list(tails.values()) or [Tail(0.0, 0.0, 0.0, 0.0)]
 
     def moments(
         self, position: int, gradients: float, phases: Sequence[tuple[frozenset[int], float]]

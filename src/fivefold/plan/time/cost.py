@@ -191,6 +191,7 @@ def operation(op: Operation, s: Setting) -> Cost:
         narrow = s.sizes.narrow and any(each)
         wide = not narrow or (op.matmul.grouped and not s.software.narrow_experts)
         rate = dtype if s.sizes.narrow and wide else s.rate
+        rate = MASTER if op.matmul.wide and MASTER in device.peak else rate
         ahead, first, second = products(op.matmul, device, rate, e)
         if narrow:
             one, two, three = (stream(s.rounding_traffic * size, device, "copy", dtype) for size in each)
@@ -207,6 +208,7 @@ def operation(op: Operation, s: Setting) -> Cost:
             + attention(op.attention, length, head, device, dtype, backward, parts, s.software.library)
             for seconds, backward in ((forward, False), (inputs, True))
         )
+    inputs += forward * op.again
     ahead, back = forward, inputs  # seconds that hide messages
     first = last = 0.0  # their share that is done before the rest is cut into chunks
     if op.beside or op.behind:

@@ -99,6 +99,9 @@ def _tensor(recipe: Sections) -> Iterator[Contradiction]:
     model = resolve_model(recipe.model, vocab_size=1)  # unset fields get their defaults
     heads = "kv_heads" if recipe.model.kv_heads else "heads"
     divided = {heads: (model.kv_heads or 1, "each rank has whole heads")}
+    divided |= {
+        name: (size, "each rank has whole heads") for name, size in card_of(model).whole_heads.items()
+    }
     divided["ffn_dim"] = (model.ffn_dim or 1, "each rank has the same number of columns")
     model = model.model_copy(update={"vocab_size": expected_vocab_size(recipe) or tp})
     divided["vocab_size"] = (model.vocab_size or tp, "each rank has the same number of rows")
@@ -139,10 +142,12 @@ def _context(recipe: Sections) -> Iterator[Contradiction]:
     if cp == 1:
         return
     keys = {"model.seq_len", "layout.cp", "layout.cp_method"}
+    whole = card_of(resolve_model(recipe.model, vocab_size=1)).whole_heads
 
     def fits(ranks: int) -> bool:
         return T % (ranks if ulysses or ranks == 1 else 2 * ranks) == 0 and not (
-            ulysses and kv_heads % (ranks * layout.tp)
+            (ulysses and kv_heads % (ranks * layout.tp))
+            or any(n % (ranks * layout.tp) for n in whole.values())
         )
 
     nearest = max((ranks for ranks in divisors(T) if ranks <= cp and fits(ranks)), default=1)
@@ -164,6 +169,14 @@ def _context(recipe: Sections) -> Iterator[Contradiction]:
             f"layout.cp x layout.tp = {cp * layout.tp} must divide model.{name} = {kv_heads}: with cp_method = ulysses "
             f"each rank has whole heads. Nearest valid: layout.cp = {nearest}, or layout.cp_method = ring",
         )
+
+    for name, size in whole.items():
+        if size % (cp * layout.tp):
+            yield (
+                {f"model.{name}", "layout.cp", "layout.tp"},
+                f"layout.cp x layout.tp = {cp * layout.tp} must divide model.{name} = {size}: context ranks exchange "
+                f"tokens for whole heads of linear attention. Nearest valid: layout.cp = {nearest}",
+            )
 
 
 def _nearest(name: str, model: ModelSection, ranks: int) -> int | None:
