@@ -20,8 +20,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {"sliding_window": 7, "rotary_dim": 4},
     "gemma3": {"sliding_window": 6, "full_every": 2, "rope_local_theta": 100.0, "head_dim": 10},
     "glm4": {"rotary_dim": 4},
+    "qwen3_next": {
+        "full_every": 2,
+        "rotary_dim": 4,
+        "experts": 4,
+        "expert_ffn_dim": 16,
+        "linear_key_heads": 4,
+        "linear_value_dim": 5,
+        "norm_eps": 0.1,
+    },
 }
-"""Fields of `[model]` besides sizes. Heads are at least 8 wide."""
+"""Fields of `[model]` besides sizes. Heads are at least 8 wide. norm_eps: the norm of a head of linear attention
+amplifies rounding where the state answers with little."""
 
 
 def overrides(arch: str) -> list[str]:

@@ -54,6 +54,7 @@ MODELS = {
     "olmo2": ["model.arch=olmo2"],
     "smollm3": overrides("smollm3"),
     "gemma3": overrides("gemma3"),
+    "qwen3_next": [*overrides("qwen3_next"), "model.balance=none"],
     "deepseek": [
         "model.arch=deepseek", "model.query_rank=20", "model.kv_rank=12", "model.nope_dim=8", "model.rope_dim=4",
         "model.value_dim=6", "model.experts=4", "model.experts_per_token=2", "model.expert_ffn_dim=24",
@@ -265,6 +266,7 @@ LAYOUTS = [
     ("gpt2", "cp=2,cp_method=all_gather,tp=2,sp=true"), ("gpt2", "pp=2,cp=2,cp_method=all_gather"),
     ("gemma3", "cp=4"), ("gemma3", "cp=2,cp_method=ulysses"), ("gemma3", "cp=4,cp_method=all_gather"),
     ("deepseek", "cp=2,cp_method=all_gather"), ("llama", "dp_shard=2,cp=2,cp_method=all_gather,zero=3"),
+    ("qwen3_next", "cp=2"), ("qwen3_next", "cp=2,cp_method=all_gather"), ("qwen3_next", "tp=2,sp=true"),
     )
 ] + [("llama", layout, "best_fit") for layout in ("dp_shard=2,zero=3", "tp=2,sp=true", "cp=2", "pp=2")]  # fmt: skip
 
@@ -280,7 +282,8 @@ SLOW = {
     ("llama", "cp=2", "best_fit"), ("llama", "pp=2", "best_fit"), ("llama", "cp=4,cp_method=all_gather", "concat"),
     ("bert", "cp=2,cp_method=all_gather", "concat"), ("gpt2", "pp=2,cp=2,cp_method=all_gather", "concat"),
     ("gpt2", "cp=2,cp_method=all_gather,tp=2,sp=true", "concat"), ("deepseek", "cp=2,cp_method=all_gather", "concat"),
-    ("llama", "dp_shard=2,cp=2,cp_method=all_gather,zero=3", "concat"),
+    ("llama", "dp_shard=2,cp=2,cp_method=all_gather,zero=3", "concat"), ("qwen3_next", "cp=2", "concat"),
+    ("qwen3_next", "tp=2,sp=true", "concat"),
 }  # fmt: skip
 """Their parts are in the others, too: `make test-all`."""
 

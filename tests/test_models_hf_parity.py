@@ -56,7 +56,7 @@ MODELS = {
     "gpt2-untied": ModelSection(arch="gpt2", ffn_dim=72, tie_embeddings=False, **SMALL),
     "bert": ModelSection(arch="bert", **SMALL),
     "bert-untied": ModelSection(arch="bert", ffn_dim=72, tie_embeddings=False, **SMALL),
-    **{arch: small(arch, ffn_dim=72, **SMALL) for arch in FAMILIES},
+    **{arch: small(arch, ffn_dim=72, **SMALL) for arch in FAMILIES if "experts" not in FAMILIES[arch]},
     "mistral-full": ModelSection(arch="mistral", **SMALL),
     "gemma3-linear": small("gemma3", rope_factor=4.0, rope_scaling="linear", tie_embeddings=False, **SMALL),
     "glm4-biased": small("glm4", attention_bias=True, head_dim=10, **SMALL),

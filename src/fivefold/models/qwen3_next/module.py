@@ -1,0 +1,31 @@
+"""Qwen3-Next (Qwen Team, 2025): Qwen3's mixture of experts, with linear attention in most blocks (Gated DeltaNet, arXiv
+2412.06464; models/delta.py) and attention with gates and heads that rotate in part in the others; a shared expert with
+a gate; norms whose scales are added to 1."""
+
+from __future__ import annotations
+
+from fivefold.models.base import PreNormBlock
+from fivefold.models.delta import DeltaAttention
+from fivefold.models.layers import AddUnitRMSNorm, SwiGLU, UnitRMSNorm
+from fivefold.models.moe import module as moe
+from fivefold.models.qwen3 import module as qwen3
+from fivefold.models.section import ModelSection, known
+
+
+class GatedAttention(qwen3.NormedAttention):
+    norm_type, gated = UnitRMSNorm, True
+
+
+class Block(PreNormBlock):
+    def __init__(self, model: ModelSection, number: int = 0) -> None:
+        size = model.dim, known(model.norm_eps)
+        kind = DeltaAttention if model.linear(number) else GatedAttention
+        mlp = SwiGLU(model.dim, known(model.ffn_dim))
+        super().__init__(
+            UnitRMSNorm(*size), kind(model, False, number), AddUnitRMSNorm(*size), mlp, model.dropout
+        )
+
+
+class Model(moe.Model):
+    block_type = Block
+    norm_type = UnitRMSNorm
