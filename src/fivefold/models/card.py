@@ -283,7 +283,10 @@ class Card(ABC):
 
     def block_operations(self, s: Sizes, program: Program, number: int = 0) -> list[Operation]:
         """Operations of a block, in forward order."""
-        attended = self.attention_operations(s, program, number)
+        linear = self.model.linear(number)
+        attended = (
+            delta_work.operations(s, program) if linear else self.attention_operations(s, program, number)
+        )
         mlp = self.feed_forward_operations(s, program, number)
         if self.sandwich_norm:
             return work.sandwich_block(s, program, attended, mlp)
@@ -296,8 +299,6 @@ class Card(ABC):
 
     def attention_operations(self, s: Sizes, program: Program, number: int) -> list[Operation]:
         """Operations of a block's attention."""
-        if self.model.linear(number):
-            return delta_work.operations(s, program)
         biased = self.biased or self.qkv_biased or self.model.attention_bias
         rotary = self.rotary and self.model.rotates(number)
         gates = s.q * self.gated_attention

@@ -102,7 +102,13 @@ def sums(s: Setting) -> Sums:
             if any(tensor.role in ("product", "copied") for tensor in op.saved):
                 cut.append([])
             cut[-1].append(op)
-        parts = [(saved(ops), saved(ops, True), max(map(workspace, ops))) for ops in cut if ops]
+        parts, behind = list[tuple[ByRole, ByRole, float]](), 0.0
+        for ops in reversed(
+            [ops for ops in cut if ops]
+        ):  # what parts behind have kept is free when one runs again
+            most = max(max(0.0, workspace(op) - behind * op.again) for op in ops)
+            parts.insert(0, (saved(ops), saved(ops, True), most))
+            behind += sum(parts[0][0].values())
         products = (op.matmul for op in block if op.matmul and op.matmul.weight)
         owed = sum(m.count * m.m * (m.k + m.n) for m in products if late or not m.grouped) * held
         return BlockSums(saved(block), owed, parts)
@@ -170,14 +176,9 @@ def microbatch(s: Setting, sums: Sums, recompute: str) -> MicrobatchBytes:
     repeated = region("none").keeps - used.keeps
 
     def backward(parts: list[tuple[ByRole, ByRole, float]]) -> tuple[float, float]:
-        """Full recomputation repeats the whole block, the other modes one part at a time. What the parts behind one
-        have kept is free when it runs."""
-        made, free = list[tuple[float, float]](), 0.0
-        whole = recompute == "full" or not repeated
-        for sizes, once, most in reversed(parts):
-            made.append((_of(once if used.core else sizes, repeated), max(0.0, most - free)))
-            free += _of(sizes, used.keeps | repeated if whole else used.keeps)
-        if whole:
+        """Full recomputation repeats the whole block, the other modes one part at a time."""
+        made = [(_of(once if used.core else sizes, repeated), most) for sizes, once, most in parts]
+        if recompute == "full" or not repeated:
             return sum(size for size, _ in made), max((most for _, most in made), default=0.0)
         return max(made, key=sum, default=(0.0, 0.0))
 
