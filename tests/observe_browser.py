@@ -79,8 +79,8 @@ class Browser:
             raise RuntimeError(f"{method}: {answer['error']}")
         return answer["result"]
 
-    def open(self, page: Path, width: int = 1400, height: int = 900, dark: bool = False) -> None:
-        """Show `page` in a window of this size and wait until it is loaded."""
+    def open(self, page: Path | str, width: int = 1400, height: int = 900, dark: bool = False) -> None:
+        """Show `page`, a file or an address, in a window of this size and wait until it is loaded."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -92,7 +92,7 @@ class Browser:
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.requests.clear()
         self.errors.clear()
-        self.call("Page.navigate", url=page.resolve().as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         self._until(lambda m: m.get("method") == "Page.loadEventFired")
 
     def evaluate(self, expression: str) -> Any:

@@ -137,10 +137,6 @@ def shown(text: str) -> str:
 
 
 HELP = "/reset forgets what was said, /quit ends. Ctrl-C stops an answer."
-BASE = (
-    "note: this is a base model. It was trained on texts and not on conversations, so it continues what you write "
-    "instead of answering. For answers train it on conversations: data.chat_template (docs/chat.md)"
-)
 
 
 def chat(
@@ -162,12 +158,12 @@ def chat(
     """
     options.require_run(run, look=False)
     from fivefold.checkpoint import store
-    from fivefold.train.generate import Sampling, open_chat
+    from fivefold.train.generate import BASE, Sampling, open_chat
 
     settings = Sampling(max_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
     found = open_chat(run, store.chosen(run, step), settings, system)
     if found.template is None:
-        print(BASE, file=sys.stderr)
+        print(f"note: {BASE}", file=sys.stderr)
     if sys.stdin.isatty():
         print(HELP, file=sys.stderr)
     for line in _lines():

@@ -25,6 +25,12 @@ from fivefold.models.section import ModelSection
 from fivefold.recipe import Recipe, load
 
 BROKEN = "\ufffd"  # what a decoder gives for bytes that are no whole character (yet)
+BASE = (
+    "this is a base model. It was trained on texts and not on conversations, so it continues what you write instead of "
+    "answering. For answers train it on conversations: data.chat_template (docs/chat.md)"
+)
+Seen = Callable[[Tensor, int], object]
+"""Is shown the logits (V,) from which each token was sampled, and its id; that of the token that ends the text, too."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,7 @@ def generate_text(
     prompt: str | Sequence[int],
     sampling: Sampling,
     ends: Collection[int] = (),
+    seen: Seen | None = None,
 ) -> Iterator[str]:
     """Continues a prompt, text or ids, and yields the new text in pieces of whole characters.
 
@@ -108,9 +115,8 @@ def generate_text(
     """
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     ids = ids or [tokenizer.end_id]
-    tokens = generate(
-        module, model, ids, sampling, vocab_size=tokenizer.vocab_size, end_id={tokenizer.end_id, *ends}
-    )
+    ends = {tokenizer.end_id, *ends}
+    tokens = generate(module, model, ids, sampling, vocab_size=tokenizer.vocab_size, end_id=ends, seen=seen)
     return until(stream_text(tokens, tokenizer.decode, ids), sampling.stop)
 
 
@@ -155,6 +161,7 @@ def generate(
     *,
     vocab_size: int | None = None,
     end_id: int | Collection[int] = (),
+    seen: Seen | None = None,
 ) -> Iterator[int]:
     """Continues a prompt of token ids and yields the new ids one by one. `end_id`, or each of several, ends the text
     and is not yielded.
@@ -186,6 +193,8 @@ def generate(
             with torch.no_grad():  # not around the yield, where it would stay on for the caller
                 logits = module(tokens_1T, cache=cache)[0, -1].cpu()
             token = sample(logits[:vocab_size], sampling, randomness)
+            if seen is not None:
+                seen(logits[:vocab_size], token)
             if token in ends:
                 return
             yield token
@@ -274,7 +283,7 @@ class Chat:
         """Forgets what was said."""
         self.messages, self.text, self.turns = [], "", 0
 
-    def ask(self, said: str) -> Iterator[str]:
+    def ask(self, said: str, seen: Seen | None = None) -> Iterator[str]:
         """Yields the answer to what is said, in pieces of text. An answer that is not read to its end counts as it is.
         Raises UserError: it is longer than the model's context, or the chat template refuses it."""
         ends, stop, template = frozenset[int](), list[str](), self.template
@@ -300,7 +309,7 @@ class Chat:
         self.turns += 1
         pieces: list[str] = []
         try:
-            for piece in generate_text(self.module, self.model, self.tokenizer, prompt, how, ends):
+            for piece in generate_text(self.module, self.model, self.tokenizer, prompt, how, ends, seen):
                 piece = piece if pieces or not self.template else piece.lstrip()
                 if piece:
                     pieces.append(piece)

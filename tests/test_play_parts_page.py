@@ -1,0 +1,122 @@
+"""The parts Talk, Prove and Text in a real browser, where there is one."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import observe_browser
+import pytest
+from observe_page import check_structure
+from playing import Play, playing
+from test_chat import make_run
+from test_play_talk import HOSTILE, metrics
+
+PROGRAM = observe_browser.find()
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason=observe_browser.MISSING)
+DONE = "[...document.querySelectorAll('main button')].some((e) => e.textContent === 'Stop' && e.disabled)"
+READY = "document.querySelector('button.main:not(:disabled)')"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[observe_browser.Browser]:
+    assert PROGRAM
+    with observe_browser.Browser(PROGRAM) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Play]:
+    folder = tmp_path_factory.mktemp("play") / "runs"
+    for source in ("plain", ""):
+        metrics(make_run(folder / (source or "base"), source, seq_len=512))
+    with playing(folder, jobs=True) as play:
+        yield play
+
+
+class Page:
+    """A part of the page, used as a person would."""
+
+    def __init__(self, browser: observe_browser.Browser, play: Play, part: str, dark: bool = False) -> None:
+        self.browser, self.all = browser, browser.evaluate
+        browser.open(f"{play.url}#{part}", 390, 844, dark=dark)
+
+    def wait(self, what: str) -> None:
+        until = time.monotonic() + 60
+        while not self.all(f"Boolean({what})"):
+            assert time.monotonic() < until, (what, self.text("main"), self.browser.errors)
+            time.sleep(0.02)
+
+    def text(self, selector: str) -> str:
+        return self.all(f"document.querySelector({selector!r})?.textContent ?? ''")
+
+    def give(self, label: str, value: Any) -> None:
+        """Fills the field with this label, or chooses an option of it that contains the value."""
+        self.all(f"""(() => {{
+          const label = {json.dumps(label)}, value = {json.dumps(str(value))};
+          const fields = [...document.querySelectorAll('.field')];
+          const field = fields.find((e) => e.querySelector('span').textContent === label);
+          const input = field.querySelector('input, select, textarea');
+          input.value = input.options ? [...input.options].find((o) => o.textContent.includes(value)).value : value;
+          input.dispatchEvent(new Event('input'));
+          input.dispatchEvent(new Event('change'));
+        }})()""")
+
+    def press(self, words: str) -> None:
+        self.all(
+            f"[...document.querySelectorAll('main button')].find((e) => e.textContent === {json.dumps(words)}).click()"
+        )
+
+    def key(self, key: str) -> None:
+        for kind in ("keyDown", "keyUp"):
+            self.browser.call("Input.dispatchKeyEvent", type=kind, key=key)
+
+    def check(self) -> None:
+        """Nothing is beside a phone's screen, and nothing of what was said became markup or an error."""
+        assert self.all("document.documentElement.scrollWidth") == 390
+        assert self.all("document.querySelector('main img, main script:not([type])')") is None
+        assert self.browser.errors == []
+        check_structure(self.browser)
+
+
+def test_talk(browser: observe_browser.Browser, play: Play) -> None:
+    page = Page(browser, play, "talk")
+    page.wait(READY)
+    page.give("Run", "base")
+    page.wait(f"{READY} && document.querySelector('button.main').textContent === 'Continue'")
+    assert "this is a base model" in page.text(".lead")
+    page.give("Text to continue", HOSTILE)
+    page.give("Tokens", 12)
+    page.press("Continue")
+    page.wait(DONE)
+    first = page.text(".said")
+    assert first.startswith(HOSTILE)
+    page.press("Go on")
+    page.wait(DONE)
+    assert page.text(".given") == first
+    page.all("document.querySelector('.said').focus()")
+    for _ in range(2):
+        page.key("ArrowRight")
+    assert (
+        page.all("[...document.querySelectorAll('.token')].findIndex((e) => e.classList.contains('on'))") == 1
+    )
+    assert page.all("document.querySelectorAll('.detail meter').length") >= 5
+    page.give("Tokens", 10_000)
+    page.press("Continue")
+    page.wait("document.querySelectorAll('.token').length > 5")
+    page.press("Stop")
+    page.wait(DONE)
+    page.check()
+    page.give("Run", "plain")
+    page.wait(f"{READY} && document.querySelector('button.main').textContent === 'Send'")
+    page.give("Tokens", 5)
+    for number in (1, 2):
+        page.give("Message", f"{number} {HOSTILE}")
+        page.press("Send")
+        page.wait(DONE)
+    assert page.all("[...document.querySelectorAll('.given')].map((e) => e.textContent)") == [
+        f"{number} {HOSTILE}" for number in (1, 2)
+    ]
+    page.check()
