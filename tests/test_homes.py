@@ -191,6 +191,7 @@ OTHER_WRITES = {  # what is written another way, and why
     ("comm/watchdog.py", "os.open"): "what ranks post, in a temporary folder of the launcher",
     ("observe/console.py", "os.open"): "the null device",
     ("trace/gpu.py", "fdopen"): "the output of the process that traces",
+    ("play/talk.py", "fdopen"): "the output of the process with the model",
 }
 
 
