@@ -65,11 +65,15 @@ def test_a_text_is_continued_as_the_command_does(play: Play, folder: Path) -> No
     assert end == {"end": "complete"}
     module, recipe, tokenizer = open_run(folder / "base", checkpoint=store.chosen(folder / "base", 0))
     assert tokenizer is not None
-    for given in ({"temperature": 0}, {"temperature": 0.9, "seed": 3}):
-        _, *pieces, end = ask(play, run=run, step=0, text=HOSTILE, max_tokens=12, **given)
+    for temperature, seed in ((0, 0), (0.9, 3)):
+        _, *pieces, end = ask(
+            play, run=run, step=0, text=HOSTILE, max_tokens=12, temperature=temperature, seed=seed
+        )
         assert end == {"end": "complete"}
         text = "".join(piece["text"] for piece in pieces)
-        assert text == "".join(generate_text(module, recipe.model, tokenizer, HOSTILE, Sampling(12, **given)))
+        assert text == "".join(
+            generate_text(module, recipe.model, tokenizer, HOSTILE, Sampling(12, temperature, seed=seed))
+        )
         tokens = [token for piece in pieces for token in piece["tokens"]]
         assert len(tokens) == 12
         for token in tokens:
@@ -77,7 +81,7 @@ def test_a_text_is_continued_as_the_command_does(play: Play, folder: Path) -> No
             chances = [p for _, p in token["others"]]
             assert chances == sorted(chances, reverse=True)
             assert token["p"] <= chances[0] <= sum(chances) <= 1
-        if not given["temperature"]:
+        if not temperature:
             assert all(token["p"] == token["others"][0][1] for token in tokens)
         logits = module(torch.tensor([tokenizer.encode(HOSTILE)]))[0, -1, : tokenizer.vocab_size]
         assert tokens[0]["others"][0][1] == pytest.approx(logits.softmax(0).max().item(), rel=1e-4)
@@ -108,7 +112,7 @@ def test_the_next_question_ends_the_one_before(play: Play, folder: Path) -> None
     # One that nobody reads any more does, too
     long = play.events(f"talk/answer?id={play.post('talk/ask', given)['id']}")
     next(long)
-    long.close()
+    del long
     [*_, end] = ask(play, **given | {"max_tokens": 3})
     assert end == {"end": "complete"}
     assert list(play.events("talk/answer?id=999"))[-1] == [{"end": "another"}]
