@@ -34,6 +34,7 @@ ARCHS = {
     "gpt2": {},
     "moe": {"experts": 4},
     "deepseek": {"rope_dim": 4, "value_dim": 5},
+    "qwen3_next": {"full_every": 2, "experts": 4, "norm_eps": 0.1},
 }
 
 

@@ -86,6 +86,19 @@ def every_nth(which: Sequence[bool], key: str) -> int:
     return n
 
 
+def every_nth_full(config: Mapping[str, Any], full: str, other: str, every: int) -> int:
+    """`full_every`, by the layer_types of config.json. full, other: their words for both kinds. every: of a file that
+    does not say them. Raises UserError: there are other kinds, or they have another pattern."""
+    if (kinds := config.get("layer_types")) is None:
+        return every
+    if {*kinds} - {full, other} or len(kinds) != config["num_hidden_layers"]:
+        raise UserError(
+            f"config.json: layer_types must say {full} or {other} for each of the {config['num_hidden_layers']} "
+            f"layers, not {', '.join(sorted(map(str, {*kinds})))} for {len(kinds)}"
+        )
+    return every_nth([kind == full for kind in kinds], "layer_types")
+
+
 @lru_cache(maxsize=64)
 def rotary_order(heads: int, others: int, d: int, turned: int, interleaved: bool = False) -> tuple[int, ...]:
     """`Entry.order` of queries and keys (so many `heads` of width d) and of `others`, which stay. Of a head, the first

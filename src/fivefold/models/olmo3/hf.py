@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fivefold.errors import UserError
-from fivefold.models.hf import Fields, every_nth
+from fivefold.models.hf import Fields, every_nth_full
 from fivefold.models.llama import hf as llama
 from fivefold.models.olmo2 import hf as olmo2
 from fivefold.models.section import ModelSection
@@ -44,13 +43,7 @@ def from_windows(config: Mapping[str, Any], every: int, theta: float, local: flo
     if near != full:
         fields["rope_local_theta"] = float(near["rope_theta"])
     every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or every
-    if (kinds := config.get("layer_types")) is not None:
-        if {*kinds} - {FULL, NEAR} or len(kinds) != config["num_hidden_layers"]:
-            raise UserError(
-                f"config.json: layer_types must say {FULL} or {NEAR} for each of the {config['num_hidden_layers']} "
-                f"layers, not {', '.join(sorted(map(str, {*kinds})))} for {len(kinds)}"
-            )
-        every = every_nth([kind == FULL for kind in kinds], "layer_types")
+    every = every_nth_full(config, FULL, NEAR, every)
     window = config.get("sliding_window", 4096) or 0
     if every == 1:  # all of them
         window = every = 0

@@ -9,7 +9,7 @@ from typing import Any
 
 from fivefold.errors import UserError
 from fivefold.models.delta_work import Widths, widths_of
-from fivefold.models.hf import Entry, Fields, every_nth, experts, rotary_order, same
+from fivefold.models.hf import Entry, Fields, every_nth_full, experts, rotary_order, same
 from fivefold.models.llama import hf as llama
 from fivefold.models.moe import hf as moe
 from fivefold.models.phi3 import hf as phi3
@@ -138,14 +138,7 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(
             f"config.json: shared_expert_intermediate_size = {size} must be a multiple of moe_intermediate_size = {one}"
         )
-    every = config.get("full_attention_interval", 4)
-    if (kinds := config.get("layer_types")) is not None:
-        if {*kinds} - {FULL, LINEAR} or len(kinds) != config["num_hidden_layers"]:
-            raise UserError(
-                f"config.json: layer_types must say {FULL} or {LINEAR} for each of the {config['num_hidden_layers']} "
-                f"layers, not {', '.join(sorted(map(str, {*kinds})))} for {len(kinds)}"
-            )
-        every = every_nth([kind == FULL for kind in kinds], "layer_types")
+    every = every_nth_full(config, FULL, LINEAR, config.get("full_attention_interval", 4))
     return fields | {"shared_experts": size // one, "full_every": every}
 
 
