@@ -8,7 +8,7 @@ import stored
 import torch
 import torch.distributed as dist
 from layouts import TINY, compared, compiled, side, tiny
-from marks import only
+from marks import only, slow
 from pool_runs import lines, train_rank
 from ranks import RankFailed, run_ranks
 from steps import counted, planned
@@ -160,6 +160,32 @@ def test_pairs_and_triples_equal_one_process(folder, layout):
     ],
 )  # fmt: skip
 def test_eight_ranks_equal_one_process(folder, layout):
+    check(folder, layout)
+
+
+FOLD = "sp=true,ep_fold=true"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        f"tp=2,ep=2,{FOLD}",
+        f"dp=2,tp=2,ep=4,{FOLD},zero=3",
+        *slow(
+            f"dp=2,tp=2,ep=2,{FOLD}", f"dp=2,tp=2,ep=4,{FOLD}", f"dp=2,tp=2,ep=4,{FOLD},zero=1",
+            f"dp=2,tp=2,ep=2,{FOLD},zero=1", f"dp=2,tp=2,ep=2,{FOLD},zero=2,expert_chunks=2",
+            f"dp=2,tp=2,ep=2,{FOLD},zero=3,recompute=full", f"tp=4,ep=2,{FOLD}", f"tp=4,ep=4,{FOLD},expert_buffer=4",
+            f"cp=2,tp=2,ep=4,{FOLD}", f"cp=2,tp=2,ep=2,{FOLD},zero=2", f"cp=2,tp=2,ep=4,{FOLD},zero=3,sp_regather=true",
+            f"pp=2,tp=2,ep=2,{FOLD}", f"pp=2,tp=2,ep=2,{FOLD},schedule=zbv,recompute=full",
+            f"dp=2,pp=2,tp=2,ep=4,{FOLD},zero=1", f"dp=2,pp=2,tp=2,ep=2,{FOLD},zero=3", f"dp=4,tp=2,ep=4,{FOLD},zero=2",
+            f"dp_replicate=2,dp_shard=2,tp=2,ep=2,{FOLD},zero=2", f"dp_replicate=2,dp_shard=2,tp=2,ep=4,{FOLD},zero=3",
+            f"dp=2,cp=2,tp=2,ep=8,{FOLD},zero=1", f"dp=2,cp=2,tp=2,ep=4,{FOLD},zero=3", f"dp=3,tp=2,ep=2,{FOLD}",
+        ),
+    ],
+)  # fmt: skip
+def test_experts_folded_over_the_tensor_axis_equal_one_process(folder, layout):
+    """Ranks of the expert axis are those of tp, too: its gradients are summed over the others only, if there are any,
+    and ZeRO shares states over these."""
     check(folder, layout)
 
 

@@ -213,9 +213,11 @@ def _nearest(asked: Layout, ranks: int, recipe: Recipe) -> Iterator[Layout]:
         layout = replace(asked, pp=pp, cp=cp, tp=tp, ep=ep)
         if tp == 1:
             layout = replace(layout, sp=False, sp_regather=False)
+        if tp == 1 or ep == 1:
+            layout = replace(layout, ep_fold=False)
         layout = replace(layout, tp_chunks=layout.chunks_of(recipe.model.seq_len))
         most = min(ranks // (pp * cp * tp), recipe.train.global_batch_size)
-        for dp in islice((dp for dp in range(most, 0, -1) if dp * cp % ep == 0), TRIED):
+        for dp in islice((dp for dp in range(most, 0, -1) if dp * cp * layout.folded % ep == 0), TRIED):
             for sharing in _sharings(layout, dp):
                 yield sharing
                 yield replace(sharing, **PLAIN)

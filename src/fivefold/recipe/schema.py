@@ -235,6 +235,9 @@ class LayoutSection(Section, Counts):
     """Pipeline-parallel ranks."""
     ep: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Expert-parallel ranks, taken from the data and context axes."""
+    ep_fold: bool = False
+    """With `ep`, `tp` and `sp`: the expert axis takes in the tensor axis, first of all (MoE parallel folding, arXiv
+    2504.14960; Megatron-LM's `--expert-tensor-parallel-size 1`). So `ep` may be up to tp x cp x dp."""
     expert_chunks: int = Field(default=1, ge=1, le=MOST_SEQUENCES)
     """With `ep`: parts into which each expert's rows are cut. While experts compute one, the all-to-alls of the others
     are under way."""

@@ -3,7 +3,8 @@ shared between data-parallel ranks. No torch.
 
 The axes, outermost first: `pp, dp_replicate, dp_shard, cp, tp`. Neighbouring ranks differ in `tp`, the axis that
 communicates most, so it stays within a machine. `pp` communicates least and spans machines. `ep` is not an axis of its
-own: for expert weights it divides the data and context axes again.
+own: for expert weights it divides the data and context axes again, and with `ep_fold` the tensor axis, too (MoE
+parallel folding, arXiv 2504.14960).
 
 Data-parallel ranks take whole microbatches, as equally many as can be. Every layout computes the microbatches of one
 process, so a mean over them is the same mean for any number of ranks.
@@ -71,6 +72,7 @@ class Layout(Counts):
     cp_method: str = "ring"
     tp: int = 1
     ep: int = 1
+    ep_fold: bool = False
     zero: int = 0
     sp: bool = False
     sp_regather: bool = False
@@ -111,6 +113,16 @@ class Layout(Counts):
     def shards(self) -> int:
         """Number of ranks that share the states of a parameter; 1 without ZeRO."""
         return self.dp_shard * self.cp if self.zero else 1
+
+    @property
+    def folded(self) -> int:
+        """Number of tensor-parallel ranks that the expert axis takes in: they have other experts, or the same ones."""
+        return self.tp if self.ep_fold and self.ep > 1 else 1
+
+    @property
+    def expert_shards(self) -> int:
+        """Number of ranks that share the states of an expert; 1 without ZeRO."""
+        return max(1, self.shards * self.folded // self.ep) if self.zero else 1
 
     @property
     def in_step(self) -> bool:
@@ -214,14 +226,17 @@ def groups(layout: Layout) -> dict[str, tuple[int, int]]:
 
     Groups with the same ranks are counted under the first of their names (`first_names`).
     """
-    return _groups(tuple(layout.sizes.values()), layout.ep, layout.ranks_per_node or layout.ranks)
+    return _groups(
+        tuple(layout.sizes.values()), layout.ep, layout.folded, layout.ranks_per_node or layout.ranks
+    )
 
 
 @lru_cache(maxsize=2**14)
-def _groups(sizes: tuple[int, ...], ep: int, per_node: int) -> dict[str, tuple[int, int]]:
+def _groups(sizes: tuple[int, ...], ep: int, folded: int, per_node: int) -> dict[str, tuple[int, int]]:
     pp, dp_replicate, dp_shard, cp, tp = sizes
     dp, shard, batch = dp_replicate * dp_shard, dp_shard * cp, dp_replicate * dp_shard * cp
     inside = max(1, min(shard, per_node // tp))
+    near, many, sharers = tp // folded, batch * folded, shard * folded  # of the ranks that experts are divided between
     return {
         "pp": (pp, batch * tp),
         "tp": (tp, 1),
@@ -231,17 +246,17 @@ def _groups(sizes: tuple[int, ...], ep: int, per_node: int) -> dict[str, tuple[i
         "dp": (dp, cp * tp),  # ranks with different sequences
         "batch": (batch, tp),  # ranks with different tokens: gradients are summed over them
         "all": (pp * batch * tp, 1),
-        # Expert weights divide "batch" again: neighbours hold different experts.
-        "ep": (ep, tp),
-        "edp": (max(1, batch // ep), ep * tp),  # ranks with the same experts sum gradients over them
-        "eshard": (shard // ep if shard % ep == 0 else 1, ep * tp),  # those of "edp" that share states
+        # Expert weights divide "batch" again, or "tp" and "batch": neighbours hold different experts.
+        "ep": (ep, near),
+        "edp": (max(1, many // ep), ep * near),  # ranks with the same experts sum gradients over them
+        "eshard": (sharers // ep if sharers % ep == 0 else 1, ep * near),  # those of "edp" that share states
         # Those of "shard" on one node, and those with the same place on each node.
         "inside": (inside, tp),
         "across": (shard // inside, inside * tp),
     }
 
 
-GROUP_NAMES = tuple(_groups((1,) * len(AXES), 1, 1))
+GROUP_NAMES = tuple(_groups((1,) * len(AXES), 1, 1, 1))
 
 
 def first_names(layout: Layout) -> dict[str, str]:
@@ -273,7 +288,7 @@ def summing_groups(layout: Layout) -> list[str]:
     and those with the same experts; a hybrid's replicas."""
     names = ["replicate" if layout.shards > 1 else "batch"]
     if layout.ep > 1:
-        names.append("replicate" if layout.shards > layout.ep else "edp")
+        names.append("replicate" if layout.expert_shards > 1 else "edp")
     return [name for name in dict.fromkeys(names) if groups(layout)[name][0] > 1]
 
 
@@ -392,6 +407,7 @@ def describe(layout: Layout) -> str:
     words = [f"{layout.ranks} rank{'s' * (layout.ranks > 1)}" + (f": {axes}" if axes else "")]
     if layout.ep > 1:
         words.append(f"ep {layout.ep}" + f" in {layout.expert_chunks} chunks" * (layout.expert_chunks > 1))
+        words[-1] += " over tp, too" * layout.ep_fold
         words[-1] += f" with room for {layout.expert_buffer:g} x the rows" * (layout.expert_buffer > 0)
     if layout.zero:
         words.append(f"ZeRO {layout.zero}")

@@ -42,17 +42,7 @@ def problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
             {"zero", "dp_shard", "cp"},
             f"zero={layout.zero} shards states between ranks: it needs dp_shard > 1 (or cp > 1)",
         )
-    if (layout.dp * layout.cp) % layout.ep:
-        yield (
-            {"ep", "dp_replicate", "dp_shard", "cp"},
-            f"ep={layout.ep} must divide dp_replicate x dp_shard x cp = {layout.dp * layout.cp}",
-        )
-    shard = layout.dp_shard * layout.cp
-    if layout.zero and shard % layout.ep:
-        yield (
-            {"ep", "zero", "dp_shard", "cp"},
-            f"with zero={layout.zero}, ep={layout.ep} must divide dp_shard x cp = {shard}",
-        )
+    yield from _expert_problems(layout)
     if layout.sp and layout.tp == 1:
         yield {"sp", "tp"}, "sp=true cuts the sequence between tensor-parallel ranks: it needs tp > 1"
     if layout.sp_regather and not layout.sp:
@@ -79,6 +69,21 @@ def problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
             costs_of(layout.zb_costs)
     except UserError as error:
         yield {"schedule", "virtual_stages"}, str(error).removeprefix("layout.")
+
+
+def _expert_problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
+    """The expert axis divides the ranks with different tokens, with ZeRO those that share states."""
+    ep, fold, ways = layout.ep, layout.ep_fold, [("", "dp_replicate x dp_shard x cp", layout.dp * layout.cp)]
+    if fold and layout.tp > 1 and not layout.sp:
+        yield {"ep_fold", "sp"}, "ep_fold=true has tensor-parallel ranks send tokens of their own: it needs sp=true"
+    if layout.zero:
+        ways.append((f"with zero={layout.zero}, ", "dp_shard x cp", layout.dp_shard * layout.cp))
+    for where, factors, ranks in ways:
+        if (ranks * layout.folded) % ep:
+            names = {"ep", *factors.split(" x "), *["zero"] * bool(where), *["ep_fold", "tp"] * fold}
+            also = f" (ep_fold=true counts tp={layout.tp}, too)" * (not fold and layout.sp and ranks * layout.tp % ep == 0)
+            product = f"{factors}{' x tp' * fold} = {ranks * layout.folded}"
+            yield names, f"{where}ep={ep} must divide {product}{also}"
 
 
 def _copies_problems(layout: Layout) -> Iterator[tuple[set[str], str]]:

@@ -145,7 +145,8 @@ def parts(model: Model, layout: Layout, rank: int) -> dict[str, Part]:
         for each in cuts:
             if (ranks := getattr(layout, each.axis)) > 1:
                 computes = divide(computes, each, index_in(layout, each.axis, rank), ranks)
-        keeps, owned = computes, first["tp"] or any(each.axis == "tp" for each in cuts)
+        apart = any(each.axis == "tp" for each in cuts) or (expert and layout.folded > 1)
+        keeps, owned = computes, apart or first["tp"]
         same = "edp" if expert else "batch"  # the ranks that keep the same rows
         if layout.zero:
             group, ranks = sharing_group(layout, expert)
@@ -224,7 +225,7 @@ def stage_parameters(model: Model, blocks: tuple[range, ...]) -> tuple[tuple[str
 def sharing_group(layout: Layout, expert: bool = False) -> tuple[str, int]:
     """The group of ranks that share the states of a parameter, and its size: 1 without ZeRO. expert: True if expert
     parallelism cuts the parameter."""
-    return ("eshard", max(1, layout.shards // layout.ep)) if expert else ("shard", layout.shards)
+    return ("eshard", layout.expert_shards) if expert else ("shard", layout.shards)
 
 
 def kept_rows(shape: Shape, index: int, ranks: int) -> tuple[int, Span]:
@@ -360,11 +361,11 @@ def _local_parameters(model: Model, tp: int, ep: int, sp: bool) -> dict[str, Loc
 def summed_over_tp(model: Model, layout: Layout, names: Iterable[str]) -> list[str]:
     """The uncut parameters whose gradients are partial sums over the tensor axis: those within its regions, and under
     sequence parallelism, where each rank sees a piece of the sequence, all others except those of modules that compute
-    with whole sequences."""
+    with whole sequences, and of experts on an axis that takes in the tensor axis."""
     if layout.tp == 1:
         return []
-    moving = (n for n in names if n not in model.frozen)
-    uncut = (n for n in moving if all(cut.axis != "tp" for cut in cuts_in(model.cuts.get(n), layout.sp)))
+    moving, others = (n for n in names if n not in model.frozen), ("tp", "ep")[: 1 + (layout.folded > 1)]
+    uncut = (n for n in moving if all(c.axis not in others for c in cuts_in(model.cuts.get(n), layout.sp)))
     return [
         name
         for name in uncut

@@ -174,12 +174,15 @@ class ModelElements(NamedTuple):
 
 
 def elements(model: ModelSection, layout: Layout) -> ModelElements:
-    return _elements(model, layout.tp, layout.ep, layout.sp, layout.shards, layout.zero > 0)
+    x = layout
+    return _elements(model, x.tp, x.ep, x.ep_fold, x.sp, x.shards, x.zero > 0)
 
 
 @lru_cache(maxsize=4096)
-def _elements(model: ModelSection, tp: int, ep: int, sp: bool, shards: int, shared: bool) -> ModelElements:
-    layout = Layout(tp=tp, ep=ep, sp=sp, dp_shard=shards, zero=int(shared))
+def _elements(
+    model: ModelSection, tp: int, ep: int, fold: bool, sp: bool, shards: int, shared: bool
+) -> ModelElements:
+    layout = Layout(tp=tp, ep=ep, ep_fold=fold, sp=sp, dp_shard=shards, zero=int(shared))
     blocks = [Elements() for _ in range(model.blocks)]
     before = behind = Elements()
     known, frozen = dict[object, Elements](), card_of(model).frozen  # many parameters are alike
@@ -215,7 +218,7 @@ def outside_blocks(s: Setting, position: int) -> Elements:
 
 def divided(layout: Layout) -> Layout:
     """The layout by which a rank's part of the model is counted; many layouts have the same."""
-    fields = ("pp", "tp", "ep", "sp", "schedule", "virtual_stages", "bare_ends")
+    fields = ("pp", "tp", "ep", "ep_fold", "sp", "schedule", "virtual_stages", "bare_ends")
     kept = {name: getattr(layout, name) for name in fields}
     return changed(Layout(), **kept, dp_shard=layout.shards, zero=int(layout.zero > 0))
 

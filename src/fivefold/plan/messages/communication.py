@@ -42,11 +42,11 @@ class Group:
 def group(layout: Layout, cluster: Cluster, name: str) -> Group:
     """The group with this name, in the order of ranks of `sharding/layout.py`."""
     x = layout
-    axes = (x.pp, x.dp_replicate, x.dp_shard, x.cp, x.tp, x.ep, x.ranks_per_node)
+    axes = (x.pp, x.dp_replicate, x.dp_shard, x.cp, x.tp, x.ep, x.ep_fold, x.ranks_per_node)
     return _group(name, axes, cluster.per_node)
 
 
-SIZES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "ranks_per_node")
+SIZES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "ep_fold", "ranks_per_node")
 
 
 @lru_cache(maxsize=2**16)

@@ -217,7 +217,7 @@ class Bounds:
         within microbatches only what nothing hides is counted, none in one of them, since waits hide no more of the
         sums than they take, and none beside pairs, which may hide more for them."""
         x = c.layout
-        key = (x.tp, x.sp, x.cp, x.pp, x.ep, x.dp, part, c.mode)
+        key = (x.tp, x.sp, x.cp, x.pp, x.ep, x.ep_fold, x.dp, part, c.mode)
         if key not in self._all:
             layouts = space.sharings(undivided(c).layout)
             sums = {self._sent(changed(c, layout=layout), part) for layout in layouts}
@@ -241,7 +241,7 @@ class Bounds:
     def _sent(self, c: Choice, part: Share) -> RankSeconds:
         """Seconds of a rank with this part of the model."""
         x = c.layout
-        key = (x.tp, x.sp, x.cp, x.pp, x.ep, x.zero, x.dp_replicate, x.dp_shard, part, c.mode)
+        key = (x.tp, x.sp, x.cp, x.pp, x.ep, x.ep_fold, x.zero, x.dp_replicate, x.dp_shard, part, c.mode)
         if key not in self._sums:
             own = self.shared.elements(x, part)
             s = self.setting(c)
@@ -330,7 +330,8 @@ class LeastBytes:
         """Bytes of the rank that holds most, under the schedule with which that is least. Of the choice's layout
         only the sharing of states counts, not the schedule."""
         x, least = c.layout, math.inf
-        known = self._states.setdefault((x.tp, x.ep, x.sp, x.pp > 1, x.zero, x.dp_shard * x.cp, c.mode), {})
+        key = (x.tp, x.ep, x.ep_fold, x.sp, x.pp > 1, x.zero, x.dp_shard * x.cp, c.mode)
+        known = self._states.setdefault(key, {})
         for ranks in ways:
             most = 0.0
             for rank in ranks:

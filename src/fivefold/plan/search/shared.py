@@ -103,7 +103,7 @@ class Operations:
 
 def within_block(x: Layout) -> Key:
     """The fields of a layout on which the operations of a block depend."""
-    return x.tp, x.cp, x.cp_method, x.ep, x.expert_chunks, x.expert_buffer, x.sp, x.sp_regather, x.tp_chunks
+    return x.tp, x.cp, x.cp_method, x.ep, x.ep_fold, x.expert_chunks, x.expert_buffer, x.sp, x.sp_regather, x.tp_chunks
 
 
 class SharedCosts:
@@ -171,7 +171,7 @@ class SharedCosts:
 
     def elements(self, layout: Layout, part: Share) -> Elements:
         """Elements of a part of the model."""
-        key = (layout.tp, layout.ep, layout.sp, layout.shards, layout.zero > 0, part)
+        key = (layout.tp, layout.ep, layout.ep_fold, layout.sp, layout.shards, layout.zero > 0, part)
         if key not in self._elements:
             blocks, before, behind, tied = model_states.elements(self.model, layout)
             parts = [(part.first, before), (part.last, behind), (part.last * (not part.first), tied)]

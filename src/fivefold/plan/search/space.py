@@ -100,7 +100,7 @@ class Space:
         """Pipeline sizes that leave whole ranks for the other axes."""
         rest = self.cluster.devices // (way.tp * way.cp)
         most = self.recipe.model.layers if card_of(self.recipe.model).pipelined else 1
-        return [pp for pp in divisors(rest) if pp <= most and rest // pp * way.cp % way.ep == 0]
+        return [pp for pp in divisors(rest) if pp <= most and rest // pp * way.cp * way.folded % way.ep == 0]
 
     def ways(self) -> Iterator[Layout]:
         """Combinations of tensor, context and expert axes that the model allows."""
@@ -125,8 +125,8 @@ class Space:
             if left:
                 continue
             for sp, regather in SEQUENCES if tp > 1 else SEQUENCES[:1]:
-                for ep in divisors(math.gcd(experts, dp * layout.cp)):
-                    way = replace(layout, tp=tp, sp=sp, sp_regather=regather, ep=ep, dp_replicate=dp)
+                for ep, fold in _expert_axes(experts, dp * layout.cp, tp if sp else 1):
+                    way = replace(layout, tp=tp, sp=sp, sp_regather=regather, ep=ep, ep_fold=fold, dp_replicate=dp)
                     checked = (tp == 1 or layout.cp == 1) and not sp and ep == 1
                     if plain[tp] if checked else self._allowed(way):
                         yield way
@@ -140,7 +140,9 @@ class Space:
 
     def ways_to_share(self, shape: Layout) -> tuple[tuple[int, int, int], ...]:
         """(replicas, shards, ZeRO stage) of every sharding."""
-        return _sharings(shape.dp_replicate, shape.cp, shape.ep, shape.ranks)
+        return _sharings(
+            shape.dp_replicate, shape.cp, shape.ep // math.gcd(shape.ep, shape.folded), shape.ranks
+        )
 
     def leanest(self, shape: Layout) -> Layout:
         """The sharding with the least memory per rank."""
@@ -243,9 +245,18 @@ class Space:
         return not any(True for _ in contradictions(recipe))
 
 
+def _expert_axes(experts: int, ranks: int, tp: int) -> Iterator[tuple[int, bool]]:
+    """(ep, ep_fold) of every division of experts between ranks with different tokens. tp: further ones, of the tensor
+    axis."""
+    yield from product(divisors(math.gcd(experts, ranks)), (False,))
+    if tp > 1:
+        yield from product(divisors(math.gcd(experts, ranks * tp))[1:], (True,))
+
+
 @lru_cache(maxsize=4096)
 def _sharings(dp: int, cp: int, ep: int, ranks: int) -> tuple[tuple[int, int, int], ...]:
-    """(replicas, shards, ZeRO stage) of every sharding. One rank shards nothing, so stage 0 stands for all."""
+    """(replicas, shards, ZeRO stage) of every sharding. One rank shards nothing, so stage 0 stands for all. ep: the
+    part of the expert axis beyond the tensor axis."""
     found = [(dp, 1, 0)]
     for zero in (1, 2, 3) if ranks > 1 else ():
         for shard in divisors(dp):

@@ -301,6 +301,8 @@ UNUSED = (
     Unused("layout", "cp_method", lambda r: r.layout.cp == 1, "it needs cp > 1"),
     Unused("layout", "expert_chunks expert_buffer", lambda r: r.layout.ep == 1,
            "experts exchange rows with ep > 1 only"),
+    Unused("layout", "ep_fold", lambda r: r.layout.ep == 1 or r.layout.tp == 1,
+           "it folds the tensor axis into the expert axis: ep > 1 and tp > 1"),
     Unused("layout", "zero zeropp", lambda r: r.layout.ranks == 1, ALONE),
     Unused("layout", "all_gather reduce_scatter", lambda r: Layout.from_recipe(r.layout).shards == 1,
            "only ZeRO gathers weights and scatters gradients (zero > 0)"),
