@@ -3,7 +3,7 @@
     python tests/sweep.py [--only N] [--out docs/layouts_verified.md]
 
 Every way to divide 8 ranks among the axes, with every ZeRO stage, with and without sequence parallelism, and for a
-mixture of experts with every ep. Gathered keys and values run in each layout with cp; the other options take turns:
+mixture of experts with every ep, also over the tensor axis. Gathered keys and values run in each layout with cp; the other options take turns:
 schedule, cp_method, recompute. fp32, a tiny model, 2 steps; the tolerances are verify's. Exit code 1 if a layout fails.
 """
 
@@ -45,11 +45,12 @@ def candidates() -> Iterator[Layout]:
         if Layout(**axes).ranks != RANKS:
             continue
         shared = axes["dp_shard"] * axes["cp"] > 1
-        for zero, sp, ep in product(range(4) if shared else (0,), (False, True), SIZES):
-            if (sp and axes["tp"] == 1) or (zero == 0 and axes["dp_shard"] > 1):
+        zeros = [zero for zero in (range(4) if shared else (0,)) if zero or axes["dp_shard"] == 1]
+        for zero, sp, ep, fold in product(zeros, (False, True), SIZES, (False, True)):
+            if (sp and axes["tp"] == 1) or (fold and not (sp and ep > 1)):
                 continue
             options = {"cp_method": next(methods)} if axes["cp"] > 1 else {}
-            shape = Layout(**axes, zero=zero, sp=sp, ep=ep)
+            shape = Layout(**axes, zero=zero, sp=sp, ep=ep, ep_fold=fold)
             if any(problems(shape)):
                 continue
             way = next(way for way in next(ways[axes["pp"]]) if not any(problems(replace(shape, **way))))

@@ -224,6 +224,43 @@ def test_megatron_experts(tmp_path: Path) -> None:
     assert {"--moe-layer-freq = 2", "--moe-shared-expert-intermediate-size = 192"} <= found.missing.keys()
 
 
+CUT = "--expert-tensor-parallel-size"
+
+
+@pytest.mark.parametrize(
+    ("cut", "sp", "fold", "missing"),
+    [
+        (1, True, True, ""),
+        (2, False, None, ""),
+        (2, True, None, "experts are whole with layout.sp, and cut by layout.tp without it"),
+        (1, False, None, "experts are whole with layout.sp, and cut by layout.tp without it"),
+        (4, True, None, "an expert is whole, or cut by all of layout.tp = 2"),
+    ],
+)
+def test_megatron_experts_cut_by_tensor_parallelism(tmp_path: Path, cut: int, sp: bool, fold: bool | None, missing: str):
+    """Whole ones are on an expert axis that takes in the tensor axis: 8 of them on 16 devices in two stages."""
+    experts = f"--num-experts 8 --moe-ffn-hidden-size 128 --expert-model-parallel-size 8 {CUT} {cut}"
+    text = MEGATRON.replace("--swiglu", f"--swiglu {experts}")
+    path = write(tmp_path, "moe.sh", text if sp else text.replace("--sequence-parallel", ""))
+    found = reading(path, 16)
+    assert found.fields.get("layout.ep_fold") == fold
+    assert found.missing.get(f"{CUT} = {cut}", "") == missing
+    assert (CUT in found.understood) == (not missing)
+    if fold:
+        assert planned(path, 16)[1].layout.ep == 8
+
+
+def test_experts_cut_by_themselves(tmp_path: Path) -> None:
+    """What the other program does where its file does not say how experts are cut: by all of tp, or not at all."""
+    text = MEGATRON.replace("--swiglu", "--swiglu --num-experts 8 --expert-model-parallel-size 4")
+    (note,) = (note for note in reading(write(tmp_path, "moe.sh", text), 16).notes if "--expert" in note)
+    assert note.startswith(f"{CUT} is 2 there by itself: experts are whole")
+    titan = '[model]\nname = "qwen3"\nflavor = "30B-A3B"\n[parallelism]\ntensor_parallel_degree = 4\n'
+    path = write(tmp_path, "moe.toml", titan + "expert_parallel_degree = 32\n")
+    assert reading(path, 64).fields["layout.ep_fold"]
+    assert planned(path, 64)[1].layout.ep == 32
+
+
 @pytest.mark.parametrize(("old", "new", "words"), [
     ("--swiglu", "--squared-relu", "the nearest is llama, which has no --squared-relu"),
     ("--swiglu", "--swiglu --multi-latent-attention", "the nearest is llama, which has no --multi-latent"),

@@ -123,6 +123,7 @@ def _experts(reading: Reading) -> None:
     fields["model.shared_experts"] = shared
     if rest:
         reading.lacks("--moe-shared-expert-intermediate-size", "shared experts are as wide as the others")
+    reading.cut_experts("--expert-tensor-parallel-size", fields.get("layout.tp", 1))
     often = str(given.get("--moe-layer-freq", 1))
     if dense := re.fullmatch(r"\(?\[0\]\*(\d+)\+\[1\]\*\d+\)?", often):
         fields["model.dense_layers"] = int(dense[1])

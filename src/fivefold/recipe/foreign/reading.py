@@ -42,6 +42,21 @@ class Reading:
         self.understood.pop(key, None)
         self.missing[f"{key} = {self.given.get(key)!s:.60}"] = why
 
+    def cut_experts(self, key: str, default: int) -> None:
+        """Sets `layout.ep_fold` by the number of ranks that cut each expert there: 1, or all of the tensor axis."""
+        tp, sp, why = self.fields.get("layout.tp", 1), self.fields.get("layout.sp"), ""
+        cut = self.number(key, default, 1)
+        if cut not in (1, tp):
+            why = f"an expert is whole, or cut by all of layout.tp = {tp}"
+        elif tp > 1 and cut == 1 and sp:
+            self.fields["layout.ep_fold"] = True
+        elif tp > 1 and (cut == 1 or sp):
+            why = "experts are whole with layout.sp, and cut by layout.tp without it"
+        if why and key in self.given:
+            self.lacks(key, why)
+        elif why:
+            self.notes.append(f"{key} is {cut} there by itself: {why}")
+
     def table(self) -> dict[str, dict[str, Any]]:
         """Our fields by section."""
         found: dict[str, dict[str, Any]] = {}

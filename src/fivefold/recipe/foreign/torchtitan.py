@@ -37,6 +37,8 @@ def derive(reading: Reading) -> None:
     fields["optim.warmup_steps"] = min(
         fields["optim.warmup_steps"], fields["train.steps"]
     )  # as torchtitan does
+    if fields.get("model.experts"):
+        reading.cut_experts("parallelism.expert_tensor_parallel_degree", 1)
     if "optim.decay_fraction" in fields:
         if fields["optim.schedule"] != "linear":
             reading.lacks("lr_scheduler.decay_type", "optim.schedule = wsd decays linearly")
