@@ -3,8 +3,9 @@
     python tests/sweep.py [--only N] [--out docs/layouts_verified.md]
 
 Every way to divide 8 ranks among the axes, with every ZeRO stage, with and without sequence parallelism, and for a
-mixture of experts with every ep, also over the tensor axis. Gathered keys and values run in each layout with cp; the other options take turns:
-schedule, cp_method, recompute. fp32, a tiny model, 2 steps; the tolerances are verify's. Exit code 1 if a layout fails.
+mixture of experts with every ep, also over the tensor axis. Gathered keys and values run in each layout with cp; the
+other options take turns: schedule, cp_method, recompute. fp32, a tiny model, 2 steps; the tolerances are verify's. Exit
+code 1 if a layout fails.
 """
 
 from __future__ import annotations

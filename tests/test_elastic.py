@@ -150,6 +150,9 @@ def test_experts_keep_their_division_and_their_microbatches() -> None:
     found = nearest_layout(recipe, 3)
     assert text_of(found.recipe) == "dp=2,ep=2"
     assert "1 rank left over" in found.line
+    folded = load("moe-tiny", sets, "dp=2,tp=2,sp=true,ep=4,ep_fold=true")
+    assert text_of(nearest_layout(folded, 2).recipe) == "tp=2,ep=2,sp=true,ep_fold=true"
+    assert text_of(nearest_layout(folded, 1).recipe) == "dp=1"
     assert nearest_layout(load("moe-tiny", sets, "dp=4"), 3).recipe.train.microbatch_size == 4
     other = nearest_layout(load("moe-tiny", sets, "dp=4"), 8)
     assert (other.recipe.train.microbatch_size, other.ranks) == (2, 8)

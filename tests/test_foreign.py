@@ -237,7 +237,9 @@ CUT = "--expert-tensor-parallel-size"
         (4, True, None, "an expert is whole, or cut by all of layout.tp = 2"),
     ],
 )
-def test_megatron_experts_cut_by_tensor_parallelism(tmp_path: Path, cut: int, sp: bool, fold: bool | None, missing: str):
+def test_megatron_experts_cut_by_tensor_parallelism(
+    tmp_path: Path, cut: int, sp: bool, fold: bool | None, missing: str
+):
     """Whole ones are on an expert axis that takes in the tensor axis: 8 of them on 16 devices in two stages."""
     experts = f"--num-experts 8 --moe-ffn-hidden-size 128 --expert-model-parallel-size 8 {CUT} {cut}"
     text = MEGATRON.replace("--swiglu", f"--swiglu {experts}")

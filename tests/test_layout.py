@@ -1,7 +1,7 @@
 """Layouts: ranks and their places, text in and out, errors that help."""
 
 import math
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 
 import pytest
 from hypothesis import assume, given, settings
@@ -137,6 +137,15 @@ def test_wrong_number_of_ranks_shows_equation_and_nearest() -> None:
             "zero=3 shards states between ranks: it needs dp_shard > 1 (or cp > 1). Nearest valid: dp=2 or",
         ),
         (Layout(dp_replicate=2, ep=4), "ep=4 must divide dp_replicate x dp_shard x cp = 2"),
+        (
+            Layout(tp=2, sp=True, ep=2),
+            "ep=2 must divide dp_replicate x dp_shard x cp = 1 (ep_fold=true counts tp=2, too)",
+        ),
+        (
+            Layout(tp=2, ep=2, ep_fold=True),
+            "ep_fold=true sends tokens of each tensor-parallel rank: it needs sp=true",
+        ),
+        (Layout(tp=2, sp=True, ep=4, ep_fold=True), "ep=4 must divide dp_replicate x dp_shard x cp x tp = 2"),
         (Layout(dp_replicate=2, sp=True), "it needs tp > 1"),
         (Layout(dp_replicate=2, schedule="1f2b"), "schedule: '1f2b' is unknown; did you mean '1f1b'?"),
         (Layout(pp=2, virtual_stages=2), "virtual_stages=1, or schedule=interleaved"),
@@ -161,6 +170,7 @@ def test_valid_layouts_pass() -> None:
     validate(Layout(zero=2), 1)  # one rank keeps all
     validate(Layout(cp=2, zero=1), 2)
     validate(Layout(pp=2, dp_shard=4, tp=2, zero=3, sp=True, schedule="zbv", virtual_stages=2, ep=4), 16)
+    validate(Layout(pp=2, dp_shard=4, tp=2, zero=3, sp=True, ep=8, ep_fold=True), 16)
 
 
 @given(layouts, st.integers(1, 48))
@@ -186,7 +196,14 @@ def test_describe() -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", ["dp_replicate=2,dp_shard=2,cp=2,tp=2,ep=4,zero=1", "pp=2,dp=4,ep=2", "cp=4,tp=2"]
+    "layout",
+    [
+        "dp_replicate=2,dp_shard=2,cp=2,tp=2,ep=4,zero=1",
+        "pp=2,dp=4,ep=2",
+        "cp=4,tp=2",
+        "dp_replicate=2,dp_shard=2,cp=2,tp=2,sp=true,ep=8,ep_fold=true,zero=1",
+        "pp=2,dp=2,tp=4,sp=true,ep=2,ep_fold=true",
+    ],
 )
 def test_groups_divide_the_ranks(layout):
     layout = Layout(**parse(layout))
@@ -232,3 +249,19 @@ def test_experts_divide_data_and_context_again():
     assert members(layout, "ep") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert members(layout, "edp") == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert members(layout, "eshard") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+
+
+def test_experts_divide_the_tensor_axis_too_where_it_is_folded():
+    layout = Layout(dp_replicate=2, dp_shard=2, tp=2, sp=True, ep=2, ep_fold=True, zero=1)
+    assert members(layout, "ep") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert members(layout, "edp") == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert members(layout, "eshard") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert members(replace(layout, ep=4), "ep") == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert (
+        layout.expert_shards,
+        replace(layout, ep=4).expert_shards,
+        replace(layout, zero=0).expert_shards,
+    ) == (2, 1, 1)
+    wide = Layout(dp_replicate=2, tp=4, sp=True, ep=2, ep_fold=True)
+    assert members(wide, "ep") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert members(wide, "edp") == [[0, 2, 4, 6], [1, 3, 5, 7]]

@@ -224,6 +224,7 @@ TRACED = [
     ("llama", "mxfp8", "dp=1"),
     ("moe", "fp8", "dp=2,ep=2,zero=2"),
     ("moe", "fp32", "dp=2,ep=2,expert_chunks=4"),
+    ("moe", "bf16", "dp=2,tp=2,sp=true,ep=2,ep_fold=true,zero=2"),
     ("llama", "bf16", "tp=2,recompute=full,offload=activations:tp"),
     ("speedrun", "bf16", "dp=1"),
 ]
@@ -233,6 +234,8 @@ TRACED_SLOW = [
     ("gpt2", "bf16", "pp=2,schedule=zb_h1"),
     ("moe", "bf16", "dp=2,ep=2,zero=2"),
     ("moe", "fp32", "dp=2,ep=2,expert_buffer=1.5"),
+    ("moe", "bf16", "tp=2,sp=true,ep=2,ep_fold=true"),
+    ("moe", "fp32", "dp=2,tp=2,sp=true,ep=4,ep_fold=true,zero=3"),
     ("llama", "fp32", "dp=1,zero=1"),
     ("olmo2", "bf16", "dp=1"),
     ("olmo2", "fp32", "dp=1,recompute=selective"),

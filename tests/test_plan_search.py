@@ -104,9 +104,12 @@ def every_valid(recipe: Recipe, devices: int, modes: list[str]) -> Iterator[tupl
             [name for name, made in SCHEDULES.items() if not made.varies] if pp > 1 else ("1f1b",),
             range(1, model.layers + 1) if pp > 1 else (1,),
             modes,
+            (False, True),
         )
-        for method, ep, zero, (sp, again), schedule, virtual, recompute in options:
-            how = {"schedule": schedule, "virtual_stages": virtual, "recompute": recompute}
+        for method, ep, zero, (sp, again), schedule, virtual, recompute, folds in options:
+            if folds and (ep == 1 or tp == 1):
+                continue  # no effect
+            how = {"schedule": schedule, "virtual_stages": virtual, "recompute": recompute, "ep_fold": folds}
             layout = Layout(pp, replicate, shard, cp, method, tp, ep, zero, sp, again, **how)
             least, most = SCHEDULES[schedule].stages
             if not least <= virtual <= (most or virtual):

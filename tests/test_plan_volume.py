@@ -35,6 +35,7 @@ SLOW = [
 FOUR = [
     "dp_replicate=2,dp_shard=2,zero=3", "dp=2,tp=2,sp=true,sp_regather=true,zero=2", "cp=2,tp=2,sp=true",
     "pp=2,schedule=zbv,virtual_stages=2,dp=2,zero=1", "dp=4,ep=2,zero=3", "dp=2,ep=2,tp=2,sp=true",
+    "dp=2,ep=2,tp=2,sp=true,ep_fold=true,zero=2",
 ]  # fmt: skip
 OTHERS = [
     ("gpt2", "tp=2,sp=true"), ("gpt2", "pp=2"), ("bert", "tp=2"), ("bert", "tp=2,sp=true,sp_regather=true"),

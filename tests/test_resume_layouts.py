@@ -99,10 +99,17 @@ def test_goes_on_at_another_layout(
         assert_close_tensors(getattr(found, kind), getattr(wanted, kind))
 
 
-@pytest.mark.parametrize("second", [pytest.param("dp=2,zero=2", marks=pytest.mark.slow), "dp=4,ep=2,zero=3"])
+@pytest.mark.parametrize(
+    "second",
+    [
+        *slow("dp=2,zero=2", "dp=2,tp=2,sp=true,ep=2,ep_fold=true"),
+        "dp=4,ep=2,zero=3",
+        "dp=2,tp=2,sp=true,ep=2,ep_fold=true,zero=3",
+    ],
+)
 def test_experts_that_are_shared_another_way(base: Recipe, tmp_path: Path, second: str) -> None:
     """By the rows of each of six at one layout (dp 4: two whole and two halves would not do; ep 2: three for two
-    ranks), whole ones at another (dp 2), and all in one process: the same run."""
+    ranks, perhaps of one tensor axis), whole ones at another (dp 2), and all in one process: the same run."""
     moe = ["model.arch=moe", "model.experts=6", "model.experts_per_token=2", "model.expert_ffn_dim=32"]
     recipe = change(base, [*moe, "train.microbatch_size=2"])
     train(recipe, ONE, tmp_path / "one", 4)

@@ -87,6 +87,9 @@ def test_dim_along_which_states_are_shared(shape, ranks, dim):
         Layout(dp_shard=4, ep=2, zero=3),
         Layout(dp_shard=8, zero=1),
         Layout(dp_replicate=2, dp_shard=4, ep=2, zero=2),
+        Layout(dp_shard=2, tp=4, sp=True, ep=2, ep_fold=True, zero=3),
+        Layout(dp_replicate=2, dp_shard=2, tp=2, sp=True, ep=2, ep_fold=True, zero=1),
+        Layout(dp_replicate=2, tp=2, sp=True, ep=2, ep_fold=True),
     ],
     ids=to_text,
 )
@@ -103,7 +106,7 @@ def test_few_experts_are_shared_evenly(layout):
                 for _, box in boxes(part.keeps):
                     seen[name][tuple(slice(*span) for span in box)] += 1
             if name in seen:
-                assert size_of(part.keeps) == seen[name].numel() * layout.dp_replicate // layout.dp
+                assert size_of(part.keeps) == seen[name].numel() // (layout.expert_shards * layout.ep)
     assert all((count == 1).all() for count in seen.values())
 
 

@@ -308,7 +308,9 @@ class Setting:
         """Bytes of an element in gathers, on average over the model."""
         if not self.fp8_scaling or self.layout.shards == 1:
             return self.states.working
-        same = {name: getattr(self.layout, name) for name in ("tp", "ep", "ep_fold", "sp", "zeropp", "offload")}
+        same = {
+            name: getattr(self.layout, name) for name in ("tp", "ep", "ep_fold", "sp", "zeropp", "offload")
+        }
         one = changed(Layout(), dp_shard=self.layout.shards, zero=3, **same)
         return _gathered(self.model, one, self.fp8_scaling, self.software.fp8_skips, self.states.working)
 

@@ -72,7 +72,6 @@ class Layout(Counts):
     cp_method: str = "ring"
     tp: int = 1
     ep: int = 1
-    ep_fold: bool = False
     zero: int = 0
     sp: bool = False
     sp_regather: bool = False
@@ -92,6 +91,7 @@ class Layout(Counts):
     reduce_scatter: str = LIBRARY
     zeropp: str = NONE
     ranks_per_node: int | None = None
+    ep_fold: bool = False
     expert_chunks: int = 1
     expert_buffer: float = 0.0
     bucket_mib: float = BUCKET_BYTES / 2**20
@@ -236,7 +236,11 @@ def _groups(sizes: tuple[int, ...], ep: int, folded: int, per_node: int) -> dict
     pp, dp_replicate, dp_shard, cp, tp = sizes
     dp, shard, batch = dp_replicate * dp_shard, dp_shard * cp, dp_replicate * dp_shard * cp
     inside = max(1, min(shard, per_node // tp))
-    near, many, sharers = tp // folded, batch * folded, shard * folded  # of the ranks that experts are divided between
+    near, many, sharers = (
+        tp // folded,
+        batch * folded,
+        shard * folded,
+    )  # of the ranks that experts are divided between
     return {
         "pp": (pp, batch * tp),
         "tp": (tp, 1),

@@ -75,13 +75,15 @@ def _expert_problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
     """The expert axis divides the ranks with different tokens, with ZeRO those that share states."""
     ep, fold, ways = layout.ep, layout.ep_fold, [("", "dp_replicate x dp_shard x cp", layout.dp * layout.cp)]
     if fold and layout.tp > 1 and not layout.sp:
-        yield {"ep_fold", "sp"}, "ep_fold=true has tensor-parallel ranks send tokens of their own: it needs sp=true"
+        yield {"ep_fold", "sp"}, "ep_fold=true sends tokens of each tensor-parallel rank: it needs sp=true"
     if layout.zero:
         ways.append((f"with zero={layout.zero}, ", "dp_shard x cp", layout.dp_shard * layout.cp))
     for where, factors, ranks in ways:
         if (ranks * layout.folded) % ep:
             names = {"ep", *factors.split(" x "), *["zero"] * bool(where), *["ep_fold", "tp"] * fold}
-            also = f" (ep_fold=true counts tp={layout.tp}, too)" * (not fold and layout.sp and ranks * layout.tp % ep == 0)
+            also = f" (ep_fold=true counts tp={layout.tp}, too)" * (
+                not fold and layout.sp and ranks * layout.tp % ep == 0
+            )
             product = f"{factors}{' x tp' * fold} = {ranks * layout.folded}"
             yield names, f"{where}ep={ep} must divide {product}{also}"
 

@@ -103,7 +103,18 @@ class Operations:
 
 def within_block(x: Layout) -> Key:
     """The fields of a layout on which the operations of a block depend."""
-    return x.tp, x.cp, x.cp_method, x.ep, x.ep_fold, x.expert_chunks, x.expert_buffer, x.sp, x.sp_regather, x.tp_chunks
+    return (
+        x.tp,
+        x.cp,
+        x.cp_method,
+        x.ep,
+        x.ep_fold,
+        x.expert_chunks,
+        x.expert_buffer,
+        x.sp,
+        x.sp_regather,
+        x.tp_chunks,
+    )
 
 
 class SharedCosts:

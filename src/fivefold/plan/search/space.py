@@ -126,7 +126,9 @@ class Space:
                 continue
             for sp, regather in SEQUENCES if tp > 1 else SEQUENCES[:1]:
                 for ep, fold in _expert_axes(experts, dp * layout.cp, tp if sp else 1):
-                    way = replace(layout, tp=tp, sp=sp, sp_regather=regather, ep=ep, ep_fold=fold, dp_replicate=dp)
+                    way = replace(
+                        layout, tp=tp, sp=sp, sp_regather=regather, ep=ep, ep_fold=fold, dp_replicate=dp
+                    )
                     checked = (tp == 1 or layout.cp == 1) and not sp and ep == 1
                     if plain[tp] if checked else self._allowed(way):
                         yield way
