@@ -226,9 +226,8 @@ def groups(layout: Layout) -> dict[str, tuple[int, int]]:
 
     Groups with the same ranks are counted under the first of their names (`first_names`).
     """
-    return _groups(
-        tuple(layout.sizes.values()), layout.ep, layout.folded, layout.ranks_per_node or layout.ranks
-    )
+    node = layout.ranks_per_node or layout.ranks
+    return _groups(tuple(layout.sizes.values()), layout.ep, layout.folded, node)
 
 
 @lru_cache(maxsize=2**14)
@@ -236,11 +235,7 @@ def _groups(sizes: tuple[int, ...], ep: int, folded: int, per_node: int) -> dict
     pp, dp_replicate, dp_shard, cp, tp = sizes
     dp, shard, batch = dp_replicate * dp_shard, dp_shard * cp, dp_replicate * dp_shard * cp
     inside = max(1, min(shard, per_node // tp))
-    near, many, sharers = (
-        tp // folded,
-        batch * folded,
-        shard * folded,
-    )  # of the ranks that experts are divided between
+    stride, some, sharers = tp // folded, batch * folded, shard * folded  # of ranks that divide experts
     return {
         "pp": (pp, batch * tp),
         "tp": (tp, 1),
@@ -251,9 +246,12 @@ def _groups(sizes: tuple[int, ...], ep: int, folded: int, per_node: int) -> dict
         "batch": (batch, tp),  # ranks with different tokens: gradients are summed over them
         "all": (pp * batch * tp, 1),
         # Expert weights divide "batch" again, or "tp" and "batch": neighbours hold different experts.
-        "ep": (ep, near),
-        "edp": (max(1, many // ep), ep * near),  # ranks with the same experts sum gradients over them
-        "eshard": (sharers // ep if sharers % ep == 0 else 1, ep * near),  # those of "edp" that share states
+        "ep": (ep, stride),
+        "edp": (max(1, some // ep), ep * stride),  # ranks with the same experts sum gradients over them
+        "eshard": (
+            sharers // ep if sharers % ep == 0 else 1,
+            ep * stride,
+        ),  # of "edp", those that share states
         # Those of "shard" on one node, and those with the same place on each node.
         "inside": (inside, tp),
         "across": (shard // inside, inside * tp),

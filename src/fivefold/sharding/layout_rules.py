@@ -79,13 +79,12 @@ def _expert_problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
     if layout.zero:
         ways.append((f"with zero={layout.zero}, ", "dp_shard x cp", layout.dp_shard * layout.cp))
     for where, factors, ranks in ways:
-        if (ranks * layout.folded) % ep:
+        if ranks * layout.folded % ep:
             names = {"ep", *factors.split(" x "), *["zero"] * bool(where), *["ep_fold", "tp"] * fold}
-            also = f" (ep_fold=true counts tp={layout.tp}, too)" * (
-                not fold and layout.sp and ranks * layout.tp % ep == 0
-            )
-            product = f"{factors}{' x tp' * fold} = {ranks * layout.folded}"
-            yield names, f"{where}ep={ep} must divide {product}{also}"
+            message = f"{where}ep={ep} must divide {factors}{' x tp' * fold} = {ranks * layout.folded}"
+            if not fold and layout.sp and ranks * layout.tp % ep == 0:
+                message += f" (ep_fold=true counts tp={layout.tp}, too)"
+            yield names, message
 
 
 def _copies_problems(layout: Layout) -> Iterator[tuple[set[str], str]]:

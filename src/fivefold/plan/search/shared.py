@@ -103,18 +103,8 @@ class Operations:
 
 def within_block(x: Layout) -> Key:
     """The fields of a layout on which the operations of a block depend."""
-    return (
-        x.tp,
-        x.cp,
-        x.cp_method,
-        x.ep,
-        x.ep_fold,
-        x.expert_chunks,
-        x.expert_buffer,
-        x.sp,
-        x.sp_regather,
-        x.tp_chunks,
-    )
+    experts = x.ep, x.ep_fold, x.expert_chunks, x.expert_buffer
+    return x.tp, x.cp, x.cp_method, *experts, x.sp, x.sp_regather, x.tp_chunks
 
 
 class SharedCosts:
