@@ -118,7 +118,10 @@ AXES = (
     ),
     Option("pp", [], {"pp": 2}, lambda r, one: one.pp > 1 and not _splits(one)),
     Option("pp, split backward", [], {"pp": 2, "schedule": "zb_h1"}, lambda r, one: _splits(one)),
-    Option("ep", [], {"dp": 2, "ep": 2}, lambda r, one: one.ep > 1),
+    Option("ep", [], {"dp": 2, "ep": 2}, lambda r, one: one.ep > 1 and one.folded == 1),
+    Option(
+        "ep, ep_fold", [], {"tp": 2, "sp": "true", "ep": 2, "ep_fold": "true"}, lambda r, one: one.folded > 1
+    ),
 )  # fmt: skip
 MODELS = tuple(_field("model.arch", arch, arch) for arch in ARCHITECTURES)
 MODES = tuple(_field("precision.mode", mode, mode) for mode in PRECISIONS)
@@ -300,6 +303,9 @@ PROOFS = (
     Proof(
         "test_layouts", "test_norms_of_queries_and_keys_beside_experts",
         lambda p: (["model.arch=qwen3_moe"], p["layout"]),
+    ),
+    Proof(
+        "test_expert", "test_experts_folded_over_the_tensor_axis_equal_one_process", lambda p: ((), p["layout"])
     ),
     Proof(
         "test_families", "test_layouts_equal_one_process", lambda p: ([f"model.arch={p['arch']}"], p["layout"])

@@ -231,6 +231,7 @@ def test_messages_of_context_and_expert_ranks() -> None:
         ("llama3-8b --layout cp=8,cp_method=all_gather", "CP, all_gather", "1.5 s b h (c - 1) / c"),
         ("mixtral-8x7b --layout dp=8,ep=8", "EP", "4 k s b h (e - 1) / e"),
         ("mixtral-8x7b --layout dp=4,tp=2,sp=true,ep=4", "EP", "4 k s b h (e - 1) / e / t"),
+        ("mixtral-8x7b --layout dp=4,tp=2,sp=true,ep=8,ep_fold=true", "EP", "4 k s b h (e - 1) / e / t"),
     ):
         sizes = "--set layout.recompute=none --set train.global_batch_size=32 --set train.microbatch_size=1"
         found = counted(f"{layout} {sizes}")["messages"]
@@ -289,9 +290,11 @@ def test_terms_of_every_architecture(name: str) -> None:
 
 
 def test_experts_have_ranks_of_their_own() -> None:
-    """With expert parallelism the formulas of the states are the prediction, too."""
-    for zero in (0, 1, 2, 3):
-        found = counted(f"mixtral-8x7b --layout dp=16,ep=8,tp=2,zero={zero} --only states")["states"]
+    """With expert parallelism the formulas of the states are the prediction, too; with sp ranks have whole experts."""
+    more = ("tp=2,zero=0", "tp=2,zero=1", "tp=2,zero=2", "tp=2,zero=3", "tp=2,sp=true,zero=1")
+    for layout in (*more, "tp=2,sp=true,ep_fold=true,zero=1", "tp=4,sp=true,ep_fold=true,zero=2"):
+        zero = int(layout[-1])
+        found = counted(f"mixtral-8x7b --layout dp=16,ep=8,{layout} --only states")["states"]
         assert found[f"ZeRO {zero}"]["value"] == pytest.approx(found["this plan"]["value"], rel=0.001)
 
 

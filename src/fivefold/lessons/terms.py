@@ -203,10 +203,13 @@ KINDS = ("params", "gradients", "optimizer")
 def held_formula(asked: Asked, b: States, zero: int, kinds: Sequence[str] = KINDS) -> str:
     """The formula of the bytes of these kinds of states on a rank, at a ZeRO stage; "0" without any."""
     layout = asked.setting.layout
-    held = "(Psi - Psi_e + Psi_e / e)" if layout.ep > 1 else "Psi"
-    share = "Psi"
+    held = share = "Psi"
+    routed = "t Psi_e" if layout.sp else "Psi_e"  # with sp every rank has whole experts
+    if layout.ep > 1 or (layout.sp and asked.setting.card.has_experts):
+        held = f"(Psi - Psi_e + {routed} / e)"
+        share = "Psi" if layout.folded > 1 or not layout.sp else f"(Psi - Psi_e + {routed})"
     if layout.tp * layout.pp > 1:
-        held, share = f"{held} / (t p)", "Psi / (t p)"
+        held, share = f"{held} / (t p)", f"{share} / (t p)"
 
     def each(computes: float, keeps: float) -> float:
         m = asked.setting.microbatches
