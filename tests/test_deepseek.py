@@ -286,6 +286,7 @@ LAYOUTS = [
     *QUICK, "dp=1", "dp=2", "dp=2,zero=1", "dp=2,zero=2", "tp=2", "tp=2,sp=true,recompute=selective", "pp=2",
     "dp=2,recompute=full", "dp=2,recompute=selective", "cp=2,tp=2,sp=true", "dp=4,ep=2,zero=3", "dp=2,tp=2,pp=2",
     "cp=2,cp_method=all_gather", "cp=2,tp=2,sp=true,cp_method=all_gather",
+    "dp=2,tp=2,sp=true,ep=4,ep_fold=true,zero=1",
 ]  # fmt: skip
 
 

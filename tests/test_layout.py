@@ -190,6 +190,8 @@ def test_a_valid_layout_is_nearest_to_itself(layout: Layout) -> None:
 def test_describe() -> None:
     assert describe(Layout()) == "1 rank"
     assert describe(Layout(dp_replicate=2)) == "2 ranks: dp_replicate 2"
+    folded = Layout(tp=2, sp=True, ep=2, ep_fold=True)
+    assert describe(folded) == "2 ranks: tp 2, ep 2 folded with tp, sequence parallel"
     text = describe(Layout(pp=2, dp_shard=4, tp=2, zero=3, sp=True, recompute="full"))
     assert text.startswith("16 ranks: pp 2 x dp_shard 4 x tp 2, ZeRO 3")
     assert "recompute full" in text

@@ -113,7 +113,7 @@ def test_norms_of_queries_and_keys(room, layout, overrides):
         "dp=2,ep=2,tp=2,sp=true",
         *(
             pytest.param(text, marks=pytest.mark.slow)
-            for text in ("dp=2,ep=2", "pp=2,dp=2,ep=2,zero=3", "cp=2,ep=2")
+            for text in ("dp=2,ep=2", "pp=2,dp=2,ep=2,zero=3", "cp=2,ep=2", "tp=2,sp=true,ep=2,ep_fold=true")
         ),
     ],
 )

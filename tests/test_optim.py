@@ -542,7 +542,8 @@ def test_the_command_writes_a_picture_and_json(tmp_path, capsys):
 
 PLACED = {
     4: ["dp=4", "dp=4,zero=1", "dp=2,tp=2,zero=3", "tp=2,dp=2", "tp=4,sp=true", "dp=4,ep=2,zero=2", "dp=4,ep=4,zero=1",
-        "tp=2,dp=2,ep=2,zero=2", "dp_replicate=2,dp_shard=2,zero=3", "pp=2,tp=2", "pp=2,dp=2,zero=1"],
+        "tp=2,dp=2,ep=2,zero=2", "tp=2,dp=2,sp=true,ep=2,ep_fold=true,zero=2",
+        "dp_replicate=2,dp_shard=2,zero=3", "pp=2,tp=2", "pp=2,dp=2,zero=1"],
 }  # fmt: skip
 
 

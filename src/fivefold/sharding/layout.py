@@ -409,7 +409,7 @@ def describe(layout: Layout) -> str:
     words = [f"{layout.ranks} rank{'s' * (layout.ranks > 1)}" + (f": {axes}" if axes else "")]
     if layout.ep > 1:
         words.append(f"ep {layout.ep}" + f" in {layout.expert_chunks} chunks" * (layout.expert_chunks > 1))
-        words[-1] += " over tp, too" * layout.ep_fold
+        words[-1] += " folded with tp" * (layout.folded > 1)
         words[-1] += f" with room for {layout.expert_buffer:g} x the rows" * (layout.expert_buffer > 0)
     if layout.zero:
         words.append(f"ZeRO {layout.zero}")
