@@ -38,8 +38,7 @@ from fivefold.observe.timelines import pipeline_svg, step_svg, utilisation_svg
 from fivefold.optim import OPTIMIZERS
 from fivefold.plan.advice.scaling import results as results_of
 from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.pages.page import as_rows
-from fivefold.plan.pages.pictures import frontier_svg, memory_svg, pictures, roofline_svg
+from fivefold.plan.pages.pictures import as_rows, frontier_svg, memory_svg, pictures, roofline_svg
 from fivefold.plan.pages.sweep import curve_picture, iso_flop_picture, length_picture
 from fivefold.plan.predict import predict
 from fivefold.plan.search.search import frontier, search

@@ -13,8 +13,14 @@ from fivefold.cli.main import app
 from fivefold.observe.format import memory_text
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.pages import pictures as plan_text
-from fivefold.plan.pages.page import as_rows
-from fivefold.plan.pages.pictures import Pictures, frontier_svg, memory_svg, pictures, roofline_svg
+from fivefold.plan.pages.pictures import (
+    Pictures,
+    as_rows,
+    frontier_svg,
+    memory_svg,
+    pictures,
+    roofline_svg,
+)
 from fivefold.plan.predict import Plan, predict
 from fivefold.plan.search.search import frontier, search
 from fivefold.plan.time.stage_costs import pipeline, stage_costs

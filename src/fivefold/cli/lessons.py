@@ -258,6 +258,7 @@ def terms(
     """Print what the totals of a plan are made of: name, formula, value and a remark of each term."""
     from fivefold.lessons import terms as counting
     from fivefold.lessons.terms import CONVENTIONS
+    from fivefold.plan.asked import Typed
     from fivefold.plan.predict import predict
 
     sections = only.split(",") if only is not None else list(counting.SECTIONS)
@@ -267,7 +268,7 @@ def terms(
         if number is not None and not 0 < number < float("inf"):
             raise UserError(f"--{name} {number:g}: must be above 0 and finite")
     options.require_writable(svg=svg)
-    loaded, machine, software = shared.read(shared.Typed(recipe, set_ or [], cluster), layout)
+    loaded, machine, software = shared.read(Typed(recipe, set_ or [], cluster), layout)
     run = budgets.Asked(tokens, deadline).of(loaded)
     length, end = (run.tokens, run.deadline) if run else (budgets.run_tokens(loaded), None)
     asked = counting.Asked(predict(loaded, machine, software), convention, length, end, psi, flops)

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +18,7 @@ from fivefold.errors import UserError, several
 from fivefold.precision import PRECISIONS
 
 if TYPE_CHECKING:
+    from fivefold.plan.asked import Typed
     from fivefold.plan.cluster.devices import Cluster
     from fivefold.plan.predict import Plan
     from fivefold.plan.search.search import Found
@@ -120,6 +121,7 @@ def plan(
     (of courses), `plan trace` (exact), `plan calibrate`. RECIPE: or a file of torchtitan, Megatron, Hugging Face.
     """
     from fivefold.plan.advice.budget import answer
+    from fivefold.plan.asked import Typed
 
     require_pictures(pictures, save, html, json)
     assumed = given(margin, expert_load, document_tokens)
@@ -147,17 +149,6 @@ def plan(
     draw_plan(result, loaded, typed, pictures, html, json)
 
 
-@dataclass(frozen=True)
-class Typed:
-    """What the user typed: RECIPE, --set, --cluster, what to assume, by option, and --software ("": this program)."""
-
-    name: str
-    sets: list[str]
-    cluster: str
-    given: Mapping[str, float] = field(default_factory=dict)
-    software: str = ""
-
-
 def given(margin: float | None, load: float | None, tokens: float | None) -> dict[str, float]:
     given = {"--margin": margin, "--expert-load": load, "--document-tokens": tokens}
     return {name: value for name, value in given.items() if value is not None}
@@ -166,25 +157,11 @@ def given(margin: float | None, load: float | None, tokens: float | None) -> dic
 def read(
     typed: Typed, layout: str | None, params: float | None = None, search: bool = False
 ) -> tuple[Recipe, Cluster, Software]:
-    """The recipe, the cluster and the software that a plan is for. search: of layouts and microbatches."""
-    from fivefold.plan.advice.budget import shape
-    from fivefold.plan.cluster.clusters import parse, with_margin
-    from fivefold.plan.predict import resolved, with_load
-    from fivefold.plan.setting import documents_of
-    from fivefold.plan.software import OWN, program
-    from fivefold.recipe import load
+    """As `plan.asked.read`; a machine that was not measured may be, if there is somebody to ask."""
+    from fivefold.plan.asked import read
 
     ensure_measured(typed.cluster)
-    free = ["train.microbatch_size=none"] if search else []
-    machine = with_margin(parse(typed.cluster), typed.given.get("--margin"))
-    recipe = load(typed.name, free + typed.sets, layout, devices=machine.devices)
-    if params is not None:
-        recipe = recipe.model_copy(update={"model": shape(params, resolved(recipe).model)})
-    software = with_load(
-        program(typed.software or OWN, machine), recipe.model, typed.given.get("--expert-load")
-    )
-    documents = documents_of(recipe, typed.given.get("--document-tokens"))
-    return recipe, machine, replace(software, documents=documents)
+    return read(typed, layout, params, search)
 
 
 def planned(typed: Typed, layout: str | None, params: float | None) -> tuple[Recipe, Plan, str]:
@@ -304,6 +281,8 @@ def draw_plan(
             for key in type(new).model_fields:
                 if (value := getattr(new, key)) != getattr(old, key):
                     sets.append(f"{section}.{key}={str(value).lower()}")
+        if recipe.train.microbatch_size != before.train.microbatch_size:  # as a search has found it
+            sets.append(f"train.microbatch_size={recipe.train.microbatch_size}")
         write_page(html, recipe, replace(typed, sets=sets), frontier)
 
 
@@ -311,45 +290,22 @@ def write_page(path: Path, recipe: Recipe, typed: Typed, frontier: Sequence[Plan
     """Writes the page of this recipe, with sliders over a grid around it. Raises UserError: as `predict`, or the file
     cannot be written."""
     from fivefold.observe.format import short_number
-    from fivefold.observe.timelines import pipeline_svg
-    from fivefold.plan.pages import grid
-    from fivefold.plan.pages import page as plan_page
-    from fivefold.plan.pages.page import as_rows
-    from fivefold.plan.pages.pictures import (
-        drawn_microbatches,
-        frontier_svg,
-        idle_words,
-        memory_svg,
-        pictures,
-        roofline_svg,
-    )
+    from fivefold.plan.cluster.clusters import canonical
+    from fivefold.plan.predict import resolved
+    from fivefold.play import recorded
+    from fivefold.play.position import Position
     from fivefold.recipe import count_parameters
+    from fivefold.sharding.layout import Layout, to_text
 
-    center = grid.base(recipe, typed.cluster, typed.given)
-    sliders = grid.axes(center, grid.BUDGET)
-    data = grid.as_data(center, grid.command(typed.name, typed.sets, typed.given), sliders)
-    drawn = pictures(grid.plan_at(center, center.values))
-    rows, pipeline = as_rows(frontier), "Timeline of the pipeline, planned"
-    if drawn.timeline:
-        count = f"{drawn_microbatches(drawn.timeline)} of {drawn.plan.setting.microbatches}"
-        pipeline += f", {count} microbatches ({idle_words(drawn.plan, drawn.timeline)})"
-    shown = [
-        memory_svg(drawn.plan, "Memory of a device"),
-        roofline_svg(drawn.roofline, drawn.plan.step.seconds, "Roofline of the step"),
-        *([pipeline_svg(drawn.timeline, pipeline)] if drawn.timeline else []),
-        *([frontier_svg(rows, drawn.plan.limit, "Fastest layout for each memory")] if rows else []),
-    ]
-    model = center.full.model
-    words = (
-        f"A {model.arch} model of {short_number(count_parameters(model))} parameters on {typed.cluster}, in "
-        f"{drawn.plan.setting.mode}: predicted memory, step time and throughput."
-    )
-    if drawn.plan.attention:
-        words += f" Attention: {drawn.plan.attention}."
-    data["search"] = {"limit": drawn.plan.limit, "rows": rows} if rows else None
-    text = plan_page.page(Path(typed.name).stem, words, data, shown)
+    layout = to_text(Layout.from_recipe(recipe.layout))
+    cluster = canonical(typed.cluster)
+    at = Position(typed.name, (*typed.sets,), layout, cluster, given=typed.given, software=typed.software)
+    model = resolved(recipe).model
+    size = short_number(count_parameters(model))
+    lead = f"A {model.arch} model of {size} parameters on {typed.cluster}: predicted memory, step time, throughput."
+    text, count = recorded.page(at, Path(typed.name).stem, lead, frontier)
     options.save_as("--html", path, text)
-    print(f"wrote {path}: {len(data['index']):,} predictions, {len(text) / 1e6:.1f} MB", file=sys.stderr)
+    print(f"wrote {path}: {count:,} predictions, {len(text) / 1e6:.1f} MB", file=sys.stderr)
 
 
 def search(
@@ -383,6 +339,7 @@ def search(
     The recipe's own layout and microbatch size are ignored.
     """
     from fivefold.plan.advice.explain import explain as every_term
+    from fivefold.plan.asked import Typed
     from fivefold.plan.search import search as searching
 
     require_pictures(pictures, save, html, json)
@@ -460,6 +417,7 @@ def trace(
     json: options.JsonOption = False,
 ) -> None:
     """Trace the trainer's own step on one rank, on tensors without memory, beside the prediction. Needs torch."""
+    from fivefold.plan.asked import Typed
     from fivefold.plan.predict import predict, resolved
     from fivefold.trace import depth, gpu
 

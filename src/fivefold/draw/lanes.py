@@ -9,6 +9,7 @@ from typing import NamedTuple
 from fivefold.draw.canvas import Canvas, text_width, ticks
 
 LEFT, RIGHT, TOP, GAP = 80, 100, 58, 7  # pixels: margins, space between lanes
+BEHIND = 0.15  # pixels: a box that does not end so far behind the one before is left out
 
 
 class Box(NamedTuple):
@@ -63,18 +64,25 @@ def lanes(
             middle, thin = top + high / 2 + 4, lane.high < 20
             canvas.text(left - 10, middle, lane.name, "soft end")
             canvas.rect("idle", left, top, lane.end * scale, high)
-            for box, y in ((box, top + i * lane.high) for i, row in enumerate(lane.rows) for box in row):
-                wide = (box.end - box.start) * scale
-                wide = max(0.3, wide - 0.6 if wide > 2 else wide)
-                tip = f"{box.name or box.label}: {time(box.start)} to {time(box.end)}"
-                canvas.box(box.kind, left + box.start * scale, y, wide, lane.high - thin, tip, box.label)
+            for i, row in enumerate(lane.rows):
+                drawn = 0.0
+                for box in row:
+                    if box.end * scale < drawn + BEHIND:
+                        continue
+                    drawn, wide = box.end * scale, (box.end - box.start) * scale
+                    wide, y = max(0.3, wide - 0.6 if wide > 2 else wide), top + i * lane.high
+                    tip = f"{box.name or box.label}: {time(box.start)} to {time(box.end)}"
+                    canvas.box(box.kind, left + box.start * scale, y, wide, lane.high - thin, tip, box.label)
             canvas.text(left + lane.end * scale + 8, middle, lane.words, "soft")
             top += high + GAP
         top += 12 * bool(name)
+    taken = 0.0
     for mark in ticks(0.0, seconds, count=10):
-        x = left + mark * scale
+        x, half = left + mark * scale, text_width(time(mark)) / 2
         canvas.path("grid", f"M{x:.2f} {top - 4}v4")
-        canvas.text(x, top + 14, time(mark), "soft middle")
+        if x - half > taken:
+            canvas.text(x, top + 14, time(mark), "soft middle")
+            taken = x + half + 4
     return canvas.svg()
 
 
@@ -82,7 +90,8 @@ def time_text(seconds: float, whole: float = 0.0, digits: int = 3) -> str:
     """Seconds in the unit that suits `whole`, by default themselves: `1.25 ms`."""
     whole = whole or seconds or 1.0
     factor, unit = next(((f, u) for f, u in ((1, "s"), (1e3, "ms")) if whole * f >= 1), (1e6, "µs"))
-    return f"{seconds * factor:.{digits}g} {unit}"
+    text = f"{seconds * factor:,.0f}" if seconds * factor >= 10**digits else f"{seconds * factor:.{digits}g}"
+    return f"{text} {unit}"
 
 
 def strip(spans: Iterable[tuple[float, float, str]], columns: int, seconds: float) -> list[str]:

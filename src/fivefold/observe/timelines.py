@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -64,10 +64,10 @@ def step_text(timeline: StepTimeline, columns: int = 100, seconds: float | None 
 
 
 def step_svg(timelines: Sequence[tuple[str, StepTimeline]], title: str = "", width: int = 960) -> str:
-    """Timelines with their names, one under the other, on one scale."""
+    """Timelines with their names, if any, one under the other, on one scale."""
     seconds = max((timeline.seconds for _, timeline in timelines), default=0.0)
     groups = [
-        (f"{name}: {summary(timeline)}", [_lane(timeline, lane) for lane in _drawn(timeline)])
+        (f"{name}: {summary(timeline)}" if name else "", [_lane(timeline, lane) for lane in _drawn(timeline)])
         for name, timeline in timelines
     ]
     there = {span.kind for _, t in timelines for lane in _drawn(t) for span in _spans(t, lane)}
@@ -257,8 +257,9 @@ def pipeline_svg(
     width: int = 960,
     seconds: float | None = None,
     unit: str = "",
+    shown: Collection[int] | None = None,
 ) -> str:
-    """The timeline as an SVG document, `width` pixels wide.
+    """The timeline as an SVG document, `width` pixels wide. shown: the ranks that are drawn, if not all.
 
     Each action shows its microbatch if there is room, and its text and times as a tooltip. A rank's later stages are
     paler. `seconds`: the time that the width stands for, if not the makespan, so that several timelines share a scale.
@@ -271,6 +272,8 @@ def pipeline_svg(
 
     ranks, later = [], False
     for rank, row in enumerate(timeline.rows):
+        if shown is not None and rank not in shown:
+            continue
         first_stage = min((event.action.stage for event in row), default=0)
         boxes = []
         for action, *times in row:

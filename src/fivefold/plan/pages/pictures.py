@@ -12,15 +12,17 @@ from typing import Any
 
 from rich.text import Text
 
-from fivefold.draw.canvas import Axes, Canvas, Scale, linear_scale
+from fivefold.draw.canvas import Axes, Canvas, Scale, linear_scale, text_width
 from fivefold.host.devices import GIB
 from fivefold.models.operations import Operation
 from fivefold.models.recomputation import region
 from fivefold.observe.format import duration, memory_text
+from fivefold.observe.format import size as size_text
 from fivefold.observe.memory_picture import COLORS
 from fivefold.observe.timelines import pipeline_text
 from fivefold.plan.memory import model_states
 from fivefold.plan.memory.memory import Memory
+from fivefold.plan.messages import volume
 from fivefold.plan.predict import Plan
 from fivefold.plan.setting import Setting
 from fivefold.plan.time import stage_costs
@@ -173,35 +175,79 @@ def _moved(op: Operation, s: Setting) -> tuple[float, float]:
 
 
 WIDTH, LEFT, RIGHT, TOP, FLOOR = 760, 84, 96, 62, 330  # pixels: margins, lower edge of two axes
+MOST_ROWS = 8  # of a pipeline's ranks, where not everything is wanted
 BOUND = {"compute": "blue", "memory": "orange"}
 """Colours of operations by what bounds them."""
 
 
-def memory_svg(plan: Plan, title: str) -> str:
+def memory_svg(plan: Plan, title: str, width: int = WIDTH) -> str:
     """A bar for each pipeline rank, and the limit."""
-    scale = (WIDTH - LEFT - RIGHT) / max(plan.limit, *(m.total for m in plan.memory))
-    limit, canvas = LEFT + plan.limit * scale, Canvas(f"{title}, planned", LEFT, WIDTH)
-    canvas.legend(LEFT, 46, [(color, name) for name, color in COLORS.items()])
+    scale = (width - LEFT - RIGHT) / max(plan.limit, *(m.total for m in plan.memory))
+    limit, canvas = LEFT + plan.limit * scale, Canvas(f"{title}, planned", LEFT, width)
+    begin = _legend(canvas, [(color, name) for name, color in COLORS.items()], width)
+    each = 30 if len(plan.memory) <= MOST_ROWS else 20
     for position, held in enumerate(plan.memory):
-        top, sizes = TOP + 30 * position, {name: getattr(held, name) for name in COLORS}
-        canvas.text(LEFT - 10, top + 16, f"stage {position}", "soft end")
+        top, sizes = begin + each * position, {name: getattr(held, name) for name in COLORS}
+        canvas.text(LEFT - 10, top + each / 2 + 1, f"stage {position}", "soft end")
         parts = [(COLORS[name], size * scale, f"{name} {memory_text(size)}") for name, size in sizes.items()]
-        canvas.bar(LEFT, top, 22, parts, memory_text(held.total), limit)
-    bottom = TOP + 30 * len(plan.memory)
-    canvas.line("line limit", [(limit, TOP - 6), (limit, bottom)])
+        canvas.bar(LEFT, top, each - 8, parts, memory_text(held.total), limit)
+    bottom = begin + each * len(plan.memory)
+    canvas.line("line limit", [(limit, begin - 6), (limit, bottom)])
     canvas.text(limit, bottom + 16, f"limit {memory_text(plan.limit)}", "soft middle")
     return canvas.svg()
 
 
-def roofline_svg(found: Roofline, step: float, title: str) -> str:
+def _legend(canvas: Canvas, items: Sequence[tuple[str, str]], width: float) -> float:
+    """The legend, on as many lines as it needs. Returns where the picture goes on."""
+    x, y = float(LEFT), 46
+    for kind, words in items:
+        if x > LEFT and x + 18 + text_width(words) > width:
+            x, y = float(LEFT), y + 17
+        x = canvas.legend(x, y, [(kind, words)])
+    return y + 16.0
+
+
+def shares_svg(found: Pictures, title: str, width: int = WIDTH) -> str:
+    """A bar for each part of the step's time, and its share."""
+    canvas, left, total = Canvas(f"{title}, planned", 12, width), 198, sum(found.shares.values())
+    rows = [(name, seconds) for name, seconds in found.shares.items() if seconds >= 0.0005 * total]
+    scale = (width - left - 60) / max(seconds for _, seconds in rows)
+    for number, (name, seconds) in enumerate(rows):
+        y, color = 40 + 24 * number, next(color for word, color in SHARE_COLORS.items() if word in name)
+        canvas.text(left - 10, y + 13, name, "soft end")
+        tip = f"{name} {duration_text(seconds)}"
+        canvas.bar(left, y, 17, [(color, seconds * scale, tip)], f"{seconds / total:.1%}")
+    return canvas.svg()
+
+
+def messages_svg(plan: Plan, title: str, width: int = WIDTH) -> str:
+    """A bar for the bytes of each axis that leave the rank that sends most, with the operations of rank 0; "" if none
+    do."""
+    s, most = plan.setting, max(plan.sent.values(), default=0)
+    if not most or plan.service:
+        return ""
+    calls: dict[str, Counter[str]] = {}
+    for (what, group), (times, _) in volume.counted(s).items():
+        calls.setdefault("dp" if group in volume.DATA else group, Counter())[what] += times
+    canvas = Canvas(f"{title}, planned", LEFT, width)
+    for number, (axis, sent) in enumerate(plan.sent.items()):
+        y, long = 40 + 42 * number, (width - LEFT - RIGHT) * sent / most
+        canvas.text(LEFT - 10, y + 13, axis, "soft end")
+        canvas.bar(LEFT, y, 17, [("orange", long, f"{axis} {size_text(sent)}")], size_text(sent))
+        words = ", ".join(f"{times:,} {what}" for what, times in calls.get(axis, {}).items())
+        canvas.text(LEFT, y + 32, words, "soft small")
+    return canvas.svg()
+
+
+def roofline_svg(found: Roofline, step: float, title: str, width: int = WIDTH) -> str:
     """A circle for each operation, as large as its share of the step; work of which only bytes are counted at the left.
 
     step: its seconds.
     """
     by_share = sorted(found.points, key=lambda p: -p.seconds)
     (low, high, bottom), top = found.ends, found.peak * 1.6
-    axes = Axes(LEFT + 60, TOP, WIDTH - 24, FLOOR, _decades(low, high), _decades(bottom, top))
-    canvas = Canvas(f"{title}, planned", LEFT, WIDTH)
+    axes = Axes(LEFT + 60, TOP, width - 24, FLOOR, _decades(low, high), _decades(bottom, top))
+    canvas = Canvas(f"{title}, planned", LEFT, width)
     canvas.legend(LEFT, 46, [(color, f"{name}-bound") for name, color in BOUND.items()])
     canvas.levels(replace(axes, left=LEFT), [_quantity(rate, "FLOP/s") for rate in axes.up.ticks])
     canvas.columns(axes, [f"{value:,g}" for value in axes.across.ticks], "FLOP per byte moved")
@@ -209,7 +255,7 @@ def roofline_svg(found: Roofline, step: float, title: str) -> str:
     start = max(low, bottom / found.bandwidth)
     roof = [(start, start * found.bandwidth), (found.ridge, found.peak), (high, found.peak)]
     canvas.line("line ink", map(axes.at, roof))
-    canvas.text(axes.right, axes.y(found.peak) - 7, f"{found.peak / 1e12:,.0f} TFLOP/s", "soft end")
+    canvas.text(axes.right, axes.y(found.peak) - 7, _quantity(found.peak, "FLOP/s"), "soft end")
     level = FLOOR - 6.0
     for p in by_share:
         radius, bound = max(2.5, 50 * math.sqrt(p.seconds / step / math.pi)), found.bound(p)
@@ -223,6 +269,18 @@ def roofline_svg(found: Roofline, step: float, title: str) -> str:
     for p in [p for p in by_share if p.flops]:
         canvas.name(axes.x(p.intensity), axes.y(p.rate) + 30, p.name, "middle")
     return canvas.svg()
+
+
+def as_rows(plans: Sequence[Plan]) -> list[dict[str, Any]]:
+    """Rows of `frontier_svg`, one per plan."""
+    return [
+        {
+            "peak": plan.peak_bytes,
+            "tokens_per_s": plan.tokens_per_s,
+            "words": f"{layout_text(plan.layout)}, microbatch {plan.setting.sizes.B}",
+        }
+        for plan in plans
+    ]
 
 
 def frontier_svg(rows: Sequence[Mapping[str, Any]], limit: float, title: str) -> str:
@@ -259,10 +317,14 @@ KINDS = {
     "activations": ("░", "magenta"),
     "buffers": ("∙", "cyan"),
 }
+SHARE_COLORS = {
+    "compute": "blue", "memory": "orange", "other": "grey", "communication": "purple", "traffic": "purple",
+    "waiting": "red",
+}  # fmt: skip
+"""Of the shares of a step in pictures, by words of their names."""
 SHARES = {"compute": "blue", "memory": "yellow", "wait": "red"}
 """Colours of the shares of a step, by words of their names."""
 MARKS = "abcdefghijklmnopqrstuvwxyz"
-MOST_ROWS = 8  # of a pipeline's ranks, where not everything is wanted
 NARROWEST = 80  # columns; in fewer, lines wrap
 HEIGHT = 11  # lines of the roofline
 
@@ -295,7 +357,7 @@ def memory_bars(stages: Sequence[Memory], limit: float, width: int, full: bool) 
     for name, (fill, style) in KINDS.items():
         legend.append(fill, style).append(f" {name}  ")
     yield legend
-    for position in _shown(len(stages), full):
+    for position in shown(len(stages), full):
         m, bar, end = stages[position], Text(), 0.0
         for name, (fill, style) in KINDS.items():
             end += getattr(m, name)
@@ -333,7 +395,7 @@ def timeline_lines(plan: Plan, timeline: Timeline, width: int, color: bool, full
     if few < s.microbatches:
         yield Text(f"  ({idle_words(plan, timeline)})", "dim")
     lines = pipeline_text(timeline, max(30, width - 26), color).splitlines()
-    for rank in _shown(len(lines), full):
+    for rank in shown(len(lines), full):
         yield Text("  ") + Text.from_ansi(lines[rank])
     yield from _left_out(len(lines), full)
 
@@ -420,7 +482,7 @@ def duration_text(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 100 else duration(seconds)
 
 
-def _shown(count: int, full: bool) -> list[int]:
+def shown(count: int, full: bool) -> list[int]:
     """The ranks that are drawn."""
     if full or count <= MOST_ROWS:
         return list(range(count))

@@ -14,11 +14,12 @@ export const state = ({ kind, step, steps }) => kind === "new" ? KINDS.new
 export async function show(root, api) {
   const runs = el("div", { class: "choices" }), view = el("div");
   root.append(el("h1", { class: "sr" }, "Train"), runs, view);
-  let known = null, chosen = api.place[0], leave = null;
-  const form = starter(api, (run) => api.go("train", run));
+  const given = api.place[0] === "new" ? JSON.parse(api.place[1] ?? "{}") : null; // a layout of the part Machine
+  let known = null, chosen = given ? undefined : api.place[0], leave = null;
+  const form = starter(api, (run) => api.go("train", run), given);
   const list = el("div", { class: "jobs" });
   const select = el("select", { "aria-label": "Run", onchange: () => api.go("train", select.value) });
-  const details = el("details", {}, el("summary", {}, "Start a run"), form);
+  const details = el("details", { open: Boolean(given) }, el("summary", {}, "Start a run"), form);
   const empty = el("p", { class: "lead", hidden: true }, "Nothing has been trained here yet. Train a small model on this machine: ",
     "its loss shows in seconds, its first sentences in a minute or two.");
   runs.append(el("div", { class: "row" }, select), empty, details, list);
@@ -34,7 +35,7 @@ export async function show(root, api) {
     if (found.error) return tell(found.error, true);
     const names = found.runs.map((run) => run.name);
     chosen ??= (found.runs.find((run) => run.kind === "training") || found.runs[0])?.name;
-    if (!known) details.open = !names.length && !chosen;
+    if (!known && !given) details.open = !names.length && !chosen;
     empty.hidden = Boolean(names.length || chosen);
     select.parentElement.hidden = !names.length;
     if (JSON.stringify(found.runs) !== JSON.stringify(known)) {
@@ -52,8 +53,8 @@ export async function show(root, api) {
   return () => { end(); leave?.(); };
 }
 
-/** The form. started: is called with the name of the new run. */
-function starter(api, started) {
+/** The form. started: is called with the name of the new run. given: {recipe, layout, sets} to begin with, or null. */
+function starter(api, started, given) {
   const recipe = el("select", {}), about = el("small", {});
   const layout = el("input", { placeholder: "as in the recipe", size: 24, spellcheck: "false" });
   const set = el("textarea", { rows: 3, cols: 40, placeholder: "train.steps=300\ndata.source=my_texts/", spellcheck: "false" });
@@ -64,7 +65,8 @@ function starter(api, started) {
     words = recipes;
     recipe.append(...Object.entries(families).map(([family, names]) => el("optgroup", { label: family },
       names.map((name) => el("option", { value: name, selected: name === "quickstart" }, name)))));
-    about.textContent = words[recipe.value];
+    if (given) [recipe.value, layout.value, set.value] = [given.recipe, given.layout, given.sets];
+    about.textContent = words[recipe.value] ?? "";
   }).catch((error) => tell(error.message, true));
   const start = button("Train", async () => {
     const fields = set.value.split("\n").map((line) => line.trim()).filter(Boolean);

@@ -1,0 +1,180 @@
+// The part "Machine": sliders of a model and of one or more machines, and what the planner says where they stand. All
+// figures and pictures are the server's; a page that opens offline has answers that were recorded (recorded.py).
+import { button, copyable, el, field, picture, table } from "./kit.js";
+
+const SECOND = { cluster: "h100:64" };
+
+let made = 0; // sliders, for their names
+
+/** A slider or a list of words, which stays the same element from answer to answer. moves(key, value) is called. */
+function control({ key, range }, moves) {
+  let values = [], words = [];
+  const id = `slider-${++made}`, output = el("output", { for: id }), label = el("label", { for: id });
+  const input = range ? el("input", { id, type: "range", min: 0, step: 1 }) : el("select", { id });
+  const now = () => (range ? Number(input.value) : input.selectedIndex);
+  const say = () => {
+    output.textContent = words[now()] ?? "";
+    input.setAttribute("aria-valuetext", output.textContent);
+  };
+  input.addEventListener("input", () => { say(); moves(key, values[now()]); });
+  return {
+    row: el("div", { class: "slider" }, label, range && output, input), range,
+    set(one) {
+      ({ values, words } = one);
+      label.textContent = one.label;
+      input.disabled = values.length < 2;
+      if (range) input.max = values.length - 1;
+      else if (input.options.length !== values.length || [...input.options].some((o, i) => o.value !== values[i]))
+        input.replaceChildren(...values.map((value, i) => el("option", { value }, words[i])));
+      if (range) input.value = one.at; else input.selectedIndex = one.at;
+      say();
+    },
+  };
+}
+
+/** Sliders in a box, by the server's list. */
+function sliders(box, moves) {
+  const made = new Map();
+  return (list) => {
+    for (const one of list) {
+      if (made.get(one.key)?.range !== one.range) made.set(one.key, control(one, moves));
+      made.get(one.key).set(one);
+    }
+    const rows = list.map((one) => made.get(one.key).row);
+    for (const row of [...box.children]) if (!rows.includes(row)) row.remove(); // the others keep the focus
+    rows.forEach((row, i) => { if (box.children[i] !== row) box.insertBefore(row, box.children[i] ?? null); });
+  };
+}
+
+/** One machine. Of moves that come while an answer is awaited, the last one is asked for. */
+function machine(api, position, known, remove) {
+  const title = el("h2", { tabindex: -1 }), box = el("div", { class: "sliders" }), shown = el("div", {});
+  const figures = el("dl", { class: "figures", "aria-live": "polite" });
+  const price = el("input", { type: "number", min: 0, step: "any", placeholder: "none" });
+  const root = el("section", { class: "panel" }, el("div", { class: "row title" }, title, remove && button("Remove", remove)),
+    box, !api.recorded && field("Price per device-hour", price), figures, shown);
+  const set = sliders(box, (move, to) => ask({ move, to }));
+  price.addEventListener("change", () => ask({ move: "price", to: price.value }));
+  let waiting = null, asking = false, opened = false;
+
+  async function ask(given) {
+    waiting = given;
+    if (asking) return;
+    asking = true;
+    root.setAttribute("aria-busy", "true");
+    while (waiting) {
+      const one = waiting;
+      waiting = null;
+      try {
+        root.classList.toggle("wide", root.clientWidth > 1000);
+        const width = Math.round(root.clientWidth > 1000 ? root.clientWidth / 2 - 30 : root.clientWidth || 600);
+        const answer = await api.get("machine/plan", { ...position, ...one.position, move: one.move ?? "", to: one.to ?? "", width });
+        if (!waiting) show(answer);
+      } catch (error) { show({ problem: error.message, nearest: [] }); }
+    }
+    asking = false;
+    root.removeAttribute("aria-busy");
+  }
+
+  const chosen = ({ words, position }) => button(words, async () => { await ask({ position }); title.focus(); });
+  function problem({ problem, nearest, measure, position: there }) {
+    if (!problem) return null;
+    const back = there || measure ? null : button("Back", () => ask({}));
+    return el("div", { class: "alarm", role: "alert" }, el("p", {}, problem),
+      nearest.length ? el("p", {}, "Nearest: ", nearest.map(chosen)) : null,
+      measure && waits("Measure this machine (two minutes)", async () => { await api.post("machine/measure"); ask({}); }), back);
+  }
+
+  /** A button for a command that takes long, with one to stop it. */
+  function waits(words, action) {
+    const stop = button("Stop", () => api.post("machine/stop"), { hidden: true });
+    return el("span", { class: "row" }, button(words, async () => {
+      stop.hidden = false;
+      try { await action(); } finally { stop.hidden = true; }
+    }), stop);
+  }
+
+  function search() {
+    const found = el("div", {});
+    return [waits("Find the fastest that fits", async () => {
+      found.replaceChildren(el("p", {}, "Searching. A model of 8B on 64 devices takes seconds, one of 405B on 16,384 minutes."));
+      try {
+        const { words, nothing, rows } = await api.post("machine/search", position);
+        found.replaceChildren(el("p", {}, words, " ", nothing), table(["Layout", "Speed", "Memory", ""],
+          rows.map((row) => [...row.words, chosen({ words: "Show", position: row.position })])));
+      } catch (error) { found.replaceChildren(el("p", { role: "alert" }, error.message)); }
+    }), found];
+  }
+
+  const found = api.recorded ? [null, null] : search();
+  function show(answer) {
+    const { controls, here, fits, figures: facts = [], pictures = [], summary = [], command, train, toml } = answer;
+    if (answer.position) position = answer.position;
+    if (answer.title) title.textContent = answer.title;
+    if (controls) {
+      set(controls.filter((one) => !one.shared));
+      if (document.activeElement !== price) price.value = position.price ?? "";
+      known(answer);
+    }
+    root.classList.toggle("over", fits === false);
+    root.classList.toggle("empty", !box.firstChild);
+    figures.replaceChildren(...facts.map(([name, text, note]) =>
+      el("div", {}, el("dt", {}, name), el("dd", {}, text, el("small", {}, note)))));
+    shown.replaceChildren(...[
+      problem(answer),
+      facts.length > 0 && el("p", { class: "layout" }, position.layout.split(/(?<=,)/).flatMap((part) => [part, el("wbr")])),
+      command && el("div", { class: "row" }, here && fits && !api.recorded &&
+        button("Train this", () => api.go("train", "new", JSON.stringify(position)), { class: "main" }), found[0]), command && found[1],
+      el("div", { class: "pictures" }, pictures.map(([name, note, svg]) =>
+        el("figure", {}, picture(svg, name), el("figcaption", {}, note)))),
+      command && el("details", { open: opened, ontoggle: (event) => { opened = event.target.open; } },
+        el("summary", {}, "Command, recipe, and the plan in words"), copyable(command, "Plan"), copyable(train, "Train"),
+        toml && copyable(toml, "Recipe"), summary.length > 0 && el("pre", { tabindex: 0 }, summary.join("\n"))),
+    ].filter(Boolean));
+  }
+  let width = 0, timer = 0;
+  const resized = new ResizeObserver(() => {
+    clearTimeout(timer);
+    timer = setTimeout(() => {
+      if (width && Math.abs(width - root.clientWidth) > 40) ask({});
+      width = root.clientWidth;
+    }, 300);
+  });
+  resized.observe(root);
+  return { root, ask, position: () => position, end: () => resized.disconnect() };
+}
+
+export async function show(root, api) {
+  const start = await api.get("machine/start"), all = [];
+  const box = el("div", { class: "sliders" }), facts = el("div", {}), machines = el("div", { class: "machines" });
+  const set = sliders(box, (move, to) => all.forEach((one) => one.ask({ move, to })));
+  const recipe = el("select", { onchange: () => all.forEach((one) => one.ask({ move: "recipe", to: recipe.value })) },
+    start.recipes.map(([family, names]) => el("optgroup", { label: family }, names.map(([name]) => el("option", { value: name }, name)))));
+  const about = new Map(start.recipes.flatMap(([, names]) => names)), said = el("p", { class: "aside" });
+  const own = api.place?.[0] ?? start.recipe;
+  if (own && !about.has(own)) recipe.prepend(el("option", { value: own }, own));
+  recipe.value = own;
+
+  function shared(answer) {
+    set(answer.controls.filter((one) => one.shared));
+    said.textContent = about.get(answer.position.recipe) ?? "";
+    if (!answer.dial) return;
+    const open = facts.firstChild?.open;
+    facts.replaceChildren(el("details", { open }, el("summary", {}, "What the size sets, and where each value comes from"),
+      table(["Field", "Value", "From"], answer.dial)));
+  }
+  function add(position) {
+    const remove = () => { all.splice(all.indexOf(one), 1); one.root.remove(); one.end(); };
+    const known = (answer) => { if (one === (all.find((each) => each.position().layout) ?? one)) shared(answer); };
+    const one = machine(api, position, known, all.length ? remove : null);
+    all.push(one);
+    machines.append(one.root);
+    return one.ask({});
+  }
+  const more = button("The same on 64 H100", () => add({ ...all[0].position(), layout: "", ...SECOND, price: "" }));
+  root.append(...(api.recorded ? [] : [el("h1", {}, "Model and machine"), el("div", { class: "row" }, field("Recipe", recipe), more)]),
+    el("section", { class: "model" }, said, box, facts), machines);
+  await add(start.position ?? { recipe: recipe.value, sets: "", layout: "", cluster: `${start.local}:2`, price: "" });
+  if (!api.recorded && !start.measured) await add({ ...all[0].position(), ...SECOND });
+  return () => all.forEach((one) => one.end());
+}

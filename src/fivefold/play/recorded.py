@@ -1,0 +1,160 @@
+"""The part "Machine" as one file that opens offline: the answers of `machine.answer` on a grid around a plan.
+
+Its sliders are those of the page, with fewer values. Nothing is interpolated. Equal parts of answers are kept once, and
+all of it is compressed.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from html import escape
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from fivefold.draw.canvas import STYLE, css
+from fivefold.errors import UserError, printable
+from fivefold.observe.format import asset, document, header
+from fivefold.plan.pages.pictures import as_rows, frontier_svg
+from fivefold.plan.predict import Plan
+from fivefold.play.machine import answer
+from fivefold.play.position import LABELS, Position
+
+BUDGET = 300
+"""Answers of a grid: less than 20 seconds and 3 MB (tests/test_play_recorded.py)."""
+TURNS = (
+    "tp",
+    "pp",
+    "zero",
+    "devices",
+    "microbatch",
+    "recompute",
+    "tp",
+    "pp",
+    "zero",
+    "devices",
+    "batch",
+    "seq_len",
+)
+"""The order in which sliders get further values."""
+PIXELS = 540  # of a picture
+Grid = dict[str, list[str]]
+SCRIPT = """
+const open = async () => {
+  const packed = Uint8Array.from(atob(document.getElementById("data").textContent), (c) => c.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const { grid, answers, parts, first } = await new Response(stream).json();
+  const get = async (path, given) => {
+    if (path !== "machine/plan") return { recipes: [], measured: true, position: first };
+    const at = { ...given, ...(given.move && { [given.move]: given.to }) };
+    const cell = Object.entries(grid).reduce((cell, [key, some]) => cell * some.length + some.indexOf(at[key]), 0);
+    return Object.fromEntries(Object.entries(answers[cell]).map(([name, part]) => [name, parts[part]]));
+  };
+  await show(document.getElementById("root"), { recorded: true, get });
+};
+open().catch((error) => tell(error.message, true));
+"""
+
+
+def grid(at: Position, budget: int) -> Grid:
+    """The values of each slider: those that are nearest to its own in turn, as far as the budget goes."""
+    own = {one["key"]: one for one in answer(at, {})["controls"]}
+    chosen = {key: [own[key]["values"][own[key]["at"]]] for key in TURNS}
+    waiting = {key: _nearest(key, own[key]["values"], own[key]["at"]) for key in TURNS}
+    while any(waiting.values()):
+        for key in TURNS:
+            if waiting[key]:
+                more = [*chosen[key], waiting[key].pop(0)]
+                if math.prod(len(some) for some in (chosen | {key: more}).values()) <= budget:
+                    chosen[key] = more
+    return {key: sorted(values, key=own[key]["values"].index) for key, values in chosen.items()}
+
+
+def _nearest(key: str, values: Sequence[str], at: int) -> list[str]:
+    """The other values of a slider, those first that are near. ZeRO's stages by how common they are."""
+    places = sorted(range(len(values)), key=lambda place: (abs(place - at), -place))
+    found = [values[place] for place in places[1:]]
+    return sorted(found, key="1302".index) if key == "zero" else found
+
+
+def answers(at: Position, chosen: Grid) -> Iterator[dict[str, Any]]:
+    """The answer at each place of the grid, whose last slider moves fastest. Its position says where the sliders stand;
+    those that the grid does not move have one value."""
+    own, known = place_of(at, chosen), dict[Any, Any]()
+    for values in product(*chosen.values()):
+        place = dict(zip(chosen, values, strict=True))
+        # devices first: dp takes what the other axes leave
+        moves = {key: place[key] for key in ("devices", *chosen) if place[key] != own[key]}
+        found: dict[str, Any] = answer(at, moves, PIXELS, known) | {"nearest": []}
+        there = found.get("position", at.as_json())
+        kept = [_kept(one, chosen, place) for one in found.get("controls", [])]
+        yield found | {"position": {**place, "layout": there["layout"]}, "controls": kept}
+
+
+def place_of(at: Position, chosen: Grid) -> dict[str, str]:
+    """Where the sliders of the grid stand at a position."""
+    found = {one["key"]: one["values"][one["at"]] for one in answer(at, {})["controls"]}
+    return {key: found[key] for key in chosen}
+
+
+def _kept(one: dict[str, Any], chosen: Grid, place: Mapping[str, str]) -> dict[str, Any]:
+    """A slider with the values of the grid."""
+    key, words = one["key"], dict(zip(one["values"], one["words"], strict=True))
+    if key in chosen:
+        at, values = chosen[key].index(place[key]), chosen[key]
+        return one | {"values": values, "words": [words.get(v, v) for v in values], "at": at}
+    now = one["values"][one["at"]]
+    return one | {"values": [now], "words": [words[now]], "at": 0}
+
+
+def page(
+    at: Position, name: str, lead: str, frontier: Sequence[Plan] = (), budget: int = 0
+) -> tuple[str, int]:
+    """(the page as HTML, the number of its answers). name: the recipe's. lead: the plan in a sentence. frontier: of a
+    search, whose best plan is at the position. Raises UserError: there is no plan at the position."""
+    own = answer(at, {}, PIXELS)
+    if "pictures" not in own:
+        raise UserError(own["problem"])
+    at = replace(at, layout=own["position"]["layout"], cluster=own["position"]["cluster"])
+    chosen, parts = grid(at, budget or BUDGET), dict[str, int]()
+    cells = [
+        {name: parts.setdefault(json.dumps(part), len(parts)) for name, part in one.items()}
+        for one in answers(at, chosen)
+    ]
+    data = {
+        "grid": chosen,
+        "answers": cells,
+        "parts": [json.loads(part) for part in parts],
+        "first": place_of(at, chosen),
+    }
+    packed = base64.b64encode(
+        gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)
+    ).decode()
+    words = {one["key"]: dict(zip(one["values"], one["words"], strict=True)) for one in own["controls"]}
+    values = "".join(
+        f"<dt>{LABELS[key]}</dt><dd>{escape('; '.join(words[key][value] for value in some))}</dd>\n"
+        for key, some in chosen.items()
+    )
+    found = ""
+    if frontier:
+        picture = frontier_svg(as_rows(frontier), frontier[0].limit, "Fastest layout for each memory")
+        found = f'<section><h2>Found by the search</h2><div class="scroll">{picture}</div></section>\n'
+    still = "".join(f'<div class="scroll">{svg}</div>' for _, _, svg in own["pictures"])
+    body = f"""{header("Plan", printable(name), printable(lead))}<main id="root">
+<noscript><p>The sliders need this page's own script. Below is the recipe as it is.</p>{still}</noscript></main>
+<main>{found}<section><h2>What the sliders show</h2><p>All {len(cells):,} combinations of these values were predicted
+when this page was written. Nothing is interpolated. Data parallelism uses the devices that other axes leave.</p>
+<dl class="facts">{values}</dl></section></main>
+<p id="told" role="status"></p><script type="application/octet-stream" id="data">{packed}</script>"""
+    here = Path(__file__).parent / "page"
+    wide = "main, header, footer { max-width: 80rem; } header { padding-top: 2rem; }"
+    style = f"{asset('report.css')}\n{css()}\n{STYLE}\n{(here / 'play.css').read_text('utf-8')}{wide}"
+    modules = "".join((here / file).read_text("utf-8") for file in ("kit.js", "machine.js"))
+    script = re.sub(r"^import .*$|^export ", "", modules, flags=re.MULTILINE) + SCRIPT
+    return document(f"{printable(name)}: plan", body, style, script), len(cells)
