@@ -209,8 +209,9 @@ def _on_axis(own: Layout, axis: str, size: int, seq_len: int) -> Layout:
     """With this size of an axis, and with what another size of it cannot keep as plain as it is by default."""
     layout, plain = replace(own, **{axis: size}), Layout()
     if axis == "tp":
+        several = size > 1
         layout = replace(
-            layout, sp=size > 1 and (own.sp or own.tp == 1), sp_regather=size > 1 and own.sp_regather
+            layout, sp=several and (own.sp or own.tp == 1), sp_regather=several and own.sp_regather
         )
     if layout.pp == 1:
         names = ("schedule", "virtual_stages", "bare_ends", *TUNED)
@@ -230,14 +231,14 @@ def controls(at: Position, base: Recipe, machine: Cluster, layout: Layout) -> li
     sets = {text.partition("=")[0]: text.partition("=")[2] for text in at.sets}
     micro = sets.get(FIELDS["microbatch"], OPEN)
     modes = [name for name, mode in PRECISIONS.items() if mode.rate in machine.device.peak]
-    devices, depth = at.devices, base.model.depth
+    depth = base.model.depth
     own = [OPEN] if not depth or FIELDS["depth"] in sets else []
     sizes: dict[str, tuple[Sequence[Any], Any]] = {
         "depth": ([*own, *sorted({*DEPTHS, depth or 1})], depth or OPEN),
         "seq_len": ([n for n in _powers(2**17, full.model.seq_len) if n >= 64], full.model.seq_len),
         "batch": (_powers(MOST, full.train.global_batch_size), full.train.global_batch_size),
         "device": ([LOCAL, *PRESETS], at.device),
-        "devices": (_powers(most, *range(1, RANKS_HERE + 1), devices), devices),
+        "devices": (_powers(most, *range(1, RANKS_HERE + 1), at.devices), at.devices),
         "dp": (_powers(most // others, layout.dp), layout.dp),
         "zero": (range(4), layout.zero),
         "tp": (_powers(each, layout.tp), layout.tp),

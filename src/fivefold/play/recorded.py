@@ -13,7 +13,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from html import escape
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from fivefold.observe.format import asset, document, header
 from fivefold.plan.pages.pictures import as_rows, frontier_svg
 from fivefold.plan.predict import Plan
 from fivefold.play.machine import answer
-from fivefold.play.position import LABELS, Position
+from fivefold.play.position import Position
 
 BUDGET = 300
 """Answers of a grid: less than 20 seconds and 3 MB (tests/test_play_recorded.py)."""
@@ -83,10 +82,10 @@ def _nearest(key: str, values: Sequence[str], at: int) -> list[str]:
     return sorted(found, key="1302".index) if key == "zero" else found
 
 
-def answers(at: Position, chosen: Grid) -> Iterator[dict[str, Any]]:
+def answers(at: Position, chosen: Grid, own: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     """The answer at each place of the grid, whose last slider moves fastest. Its position says where the sliders stand;
-    those that the grid does not move have one value."""
-    own, known = place_of(at, chosen), dict[Any, Any]()
+    those that the grid does not move have one value. own: where they stand at the position."""
+    known: dict[Any, Any] = {}
     for values in product(*chosen.values()):
         place = dict(zip(chosen, values, strict=True))
         # devices first: dp takes what the other axes leave
@@ -95,12 +94,6 @@ def answers(at: Position, chosen: Grid) -> Iterator[dict[str, Any]]:
         there = found.get("position", at.as_json())
         kept = [_kept(one, chosen, place) for one in found.get("controls", [])]
         yield found | {"position": {**place, "layout": there["layout"]}, "controls": kept}
-
-
-def place_of(at: Position, chosen: Grid) -> dict[str, str]:
-    """Where the sliders of the grid stand at a position."""
-    found = {one["key"]: one["values"][one["at"]] for one in answer(at, {})["controls"]}
-    return {key: found[key] for key in chosen}
 
 
 def _kept(one: dict[str, Any], chosen: Grid, place: Mapping[str, str]) -> dict[str, Any]:
@@ -123,24 +116,14 @@ def page(
         raise UserError(own["problem"])
     at = replace(at, layout=own["position"]["layout"], cluster=own["position"]["cluster"])
     chosen, parts = grid(at, budget or BUDGET), dict[str, int]()
+    first = {one["key"]: one["values"][one["at"]] for one in own["controls"] if one["key"] in chosen}
     cells = [
         {name: parts.setdefault(json.dumps(part), len(parts)) for name, part in one.items()}
-        for one in answers(at, chosen)
+        for one in answers(at, chosen, first)
     ]
-    data = {
-        "grid": chosen,
-        "answers": cells,
-        "parts": [json.loads(part) for part in parts],
-        "first": place_of(at, chosen),
-    }
-    packed = base64.b64encode(
-        gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)
-    ).decode()
-    words = {one["key"]: dict(zip(one["values"], one["words"], strict=True)) for one in own["controls"]}
-    values = "".join(
-        f"<dt>{LABELS[key]}</dt><dd>{escape('; '.join(words[key][value] for value in some))}</dd>\n"
-        for key, some in chosen.items()
-    )
+    data = {"grid": chosen, "answers": cells, "parts": list(map(json.loads, parts)), "first": first}
+    text = json.dumps(data, separators=(",", ":")).encode()
+    packed = base64.b64encode(gzip.compress(text, mtime=0)).decode()
     found = ""
     if frontier:
         picture = frontier_svg(as_rows(frontier), frontier[0].limit, "Fastest layout for each memory")
@@ -150,7 +133,7 @@ def page(
 <noscript><p>The sliders need this page's own script. Below is the recipe as it is.</p>{still}</noscript></main>
 <main>{found}<section><h2>What the sliders show</h2><p>All {len(cells):,} combinations of these values were predicted
 when this page was written. Nothing is interpolated. Data parallelism uses the devices that other axes leave.</p>
-<dl class="facts">{values}</dl></section></main>
+</section></main>
 <p id="told" role="status"></p><script type="application/octet-stream" id="data">{packed}</script>"""
     here = Path(__file__).parent / "page"
     wide = "main, header, footer { max-width: 80rem; } header { padding-top: 2rem; }"
