@@ -96,6 +96,7 @@ def test_of_experts_whose_router_has_no_loss_of_its_own(room: Path) -> None:
     ("model.dim=40", "model.ffn_dim=63", "model.kv_heads=2"),  # rows do not divide evenly
     ("precision.reduce=bf16",),
     ("train.microbatch_size=2",),
+    ("optim.qk_clip=1", "model.kv_heads=2"),
 ])  # fmt: skip
 def test_of_other_sizes(room: Path, overrides: tuple[str, ...]) -> None:
     for layout in ("dp=2,zero=2", "dp=2", "pp=2"):

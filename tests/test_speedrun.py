@@ -6,16 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import compared, tiny
+from layouts import compared, compiled, tiny
 from marks import only
 from torch.nn import functional as F
 
 from fivefold.errors import UserError
+from fivefold.kernels.blockwise_attention import heads_of
 from fivefold.models.base import build
 from fivefold.models.card import card_of
 from fivefold.models.hf import hf_config
 from fivefold.models.speedrun.module import SquaredReLU
 from fivefold.recipe import load, resolve
+from fivefold.step.state import build_state
+from fivefold.train.verify import alone
 
 SPEEDRUN = ("model.arch=speedrun", "model.kv_heads=2", "model.ffn_dim=64")
 LAYOUTS = [
@@ -134,3 +137,82 @@ def test_what_is_refused(changes: list[str], said: str) -> None:
 def test_it_is_not_exported() -> None:
     with pytest.raises(UserError, match="cannot be exported: Hugging Face's formats have none like speedrun"):
         hf_config(model_of())
+
+
+LAYOUTS_OF_QK_CLIP = [
+    "dp=2", "dp=2,zero=1", "dp=2,zero=3", "tp=2", "tp=2,sp=true", "cp=2", "cp=2,cp_method=ulysses", "pp=2",
+    "dp=2,tp=2,zero=2", "tp=2,sp=true,recompute=full", "pp=2,schedule=interleaved,virtual_stages=2",
+]  # fmt: skip
+GROUPED = ("model.kv_heads=2", "optim.name=muon", "optim.qk_clip=0.4", "optim.lr=0.02", "model.init_std=0.3")
+LATENT = ("model.arch=deepseek", "model.experts=4", "model.experts_per_token=2", "model.dense_layers=3")
+
+
+@only("dp=2,tp=2,zero=2", "pp=2")
+@pytest.mark.parametrize("layout", LAYOUTS_OF_QK_CLIP)
+def test_qk_clip(room: Path, layout: str) -> None:
+    report = compared(tiny(room, layout, *GROUPED), folder=room / "clip")
+    assert report.passed, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp=2", "dp=2,zero=3"])
+def test_qk_clip_of_latent_attention(room: Path, layout: str) -> None:
+    report = compared(tiny(room, layout, *GROUPED[1:], *LATENT), folder=room / "latent")
+    assert report.passed, report
+
+
+@pytest.mark.slow
+def test_qk_clip_in_compiled_blocks(room: Path) -> None:
+    report = compared(tiny(room, "dp=2", *GROUPED), part=compiled, folder=room / "clip")
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("kind", [("model.arch=qwen2", "model.kv_heads=2"), LATENT], ids=["biases", "latent"])
+def test_qk_clip_lowers_the_scores_of_single_heads(room: Path, kind: tuple[str, ...]) -> None:
+    """Heads above the limit get scores that are smaller by limit / bound; all others keep theirs. Bounds are bounds."""
+    recipe = resolve(tiny(room, "dp=1", *GROUPED[1:], *kind), vocab_size=320)
+    state = build_state(recipe, alone())
+    clip, module, seen = state.qk_clip, state.module, list[torch.Tensor]()
+    assert clip is not None
+
+    def keep(core: Any, args: tuple[Any, ...]) -> None:
+        qkv, *angles = args
+        q, k, _ = heads_of(qkv, core.heads, core.kv_heads, *(angles or (None, None)))
+        scores = torch.einsum("bthd,bshd->hts", q, k.repeat_interleave(core.heads // core.kv_heads, 2))
+        assert len(qkv) == 1
+        seen.append((scores * q.shape[3] ** -0.5).detach())
+
+    for block in module.blocks.values():
+        block.attention.core.register_forward_pre_hook(keep)
+    with torch.no_grad():
+        for name, weight in state.masters().items():
+            if name.endswith("bias"):
+                weight.uniform_(-0.5, 0.5)
+    tokens = torch.randint(320, (1, 16), generator=torch.Generator().manual_seed(0))
+    clip.start_step()
+    module(tokens)
+    clip.finish()
+    per_key = clip.bounds.shape[1]
+    largest = torch.stack([scores.unflatten(0, (per_key, -1)).amax((1, 2, 3)) for scores in seen])
+    assert (clip.bounds >= largest).all()
+    clip.limit = float(clip.bounds[0].median())
+    factors = (clip.limit / clip.bounds[0]).clamp(max=1)
+    assert 0 < (factors < 1).sum() < len(factors)
+    for skip in (1.0, 0.0):
+        clip.update(torch.tensor(skip))
+        module(tokens)
+        changed = factors if not skip else torch.ones_like(factors)
+        before, after = (one.unflatten(0, (per_key, -1)) for one in (seen[0], seen[-len(module.blocks)]))
+        assert torch.allclose(after, before * changed[:, None, None, None], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["model.arch=qwen3"], "its norms of queries and keys limit the scores"),
+        (["layout.offload=states:host"], "weights leave the device in their update"),
+    ],
+)
+def test_qk_clip_is_refused(changes: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        load("quickstart", ["optim.qk_clip=100", *changes])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -29,6 +29,11 @@ else:
 
 Contradiction = tuple[set[str], str]
 """Recipe keys that disagree, and the rule between them."""
+
+
+ScoreRows = Sequence[tuple[int, Sequence[tuple[int, float]]]]
+"""Rows of a weight, in order: (heads, for each of them sections of (rows, power)). Scores grow by a factor where each
+row grows by that power of it."""
 
 
 class Card(ABC):
@@ -80,6 +85,8 @@ class Card(ABC):
     """True if the outputs of attention's heads have gates."""
     gated_shared = False
     """True if the result of shared experts has a gate."""
+    normed_scores = False
+    """True if queries and keys have norms, so that the size of their weights does not change attention's scores."""
     latent_attention = False
     """True if queries, keys and values are made from narrow latent vectors (MLA)."""
     has_experts = False
@@ -197,6 +204,16 @@ class Card(ABC):
     def rules(self) -> Iterator[Contradiction]:
         """Yields every broken rule that is specific to this architecture. The model may be unresolved."""
         yield from ()
+
+    def score_rows(self) -> Mapping[str, ScoreRows]:
+        """The linear layers of a block that make queries and keys, for QK-clip (step/qk_clip.py)."""
+        d, H, K = self.model.head_width, self.model.heads, self.model.kv_heads or self.model.heads
+        return {"attention.qkv": ((H, ((d, 0.5),)), (K, ((d, 0.5),)), (K, ((d, 0.0),)))}
+
+    @property
+    def score_maxima(self) -> tuple[int, int]:
+        """Blocks, and heads of keys in each: QK-clip has two numbers of each."""
+        return self.model.blocks, self.model.kv_heads or self.model.heads
 
     @property
     def per_token(self) -> int:

@@ -352,7 +352,8 @@ def for_recipe(software: Software, recipe: Recipe) -> Software:
     narrow, by = recipe.precision.fp8_dispatch, recipe.precision.fp8_scaling
     skips = recipe.precision.fp8_skip_first, recipe.precision.fp8_skip_last
     software = replace(software, fp8_dispatch=narrow, fp8_scaling=by, fp8_skips=skips)
-    return replace(software, states=states, optimizer=card.name, estimates=passes)
+    clips = recipe.optim.qk_clip > 0
+    return replace(software, states=states, optimizer=card.name, estimates=passes, qk_clip=clips)
 
 
 def with_load(software: Software, model: ModelSection, load: float | None) -> Software:

@@ -206,6 +206,7 @@ class Software(Program):
     host takes to issue a block's forward, and as long again for its backward. step: fixed seconds per step.
     optimizer_passes: how often an unfused optimizer reads and writes its memory. optimizer: its name in the registry.
     estimates: forwards and backwards per step that only estimate the curvature.
+    qk_clip: ranks agree on the largest queries and keys (step/qk_clip.py).
     checked: each update is checked by the largest weight (step/step.py). fp8_dispatch: rows travel to experts
     in 8 bits. fp8_scaling, fp8_skips: the recipe's, the latter of first and last
     blocks. delayed: numbers of 8 bits have scales of earlier steps (Transformer Engine),
@@ -227,6 +228,7 @@ class Software(Program):
     optimizer_passes: float = 1.0
     optimizer: str = OPTIMIZER
     estimates: float = 0.0
+    qk_clip: bool = False
     checked: bool = True
     fp8_dispatch: bool = False
     fp8_scaling: str = SCALINGS[0]

@@ -116,7 +116,7 @@ _KEYS: dict[str, Any] = {
     for kinds in (get_type_hints(Software), get_type_hints(TensorWay))
     for name, kind in kinds.items()
     if kind in (bool, int, float) or get_origin(kind) is Literal
-    if name not in ("expert_load", "estimates", "fp8_dispatch")
+    if name not in ("expert_load", "estimates", "fp8_dispatch", "qk_clip")
 }
 _FILE = create_model("_FILE", __base__=Section, **_KEYS)
 """What a file may say besides `base`; not what a recipe or another option says."""

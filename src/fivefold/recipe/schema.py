@@ -207,6 +207,10 @@ class OptimSection(Section):
     """Steps between updates of the preconditioner's eigenbasis. `soap` only. Unset: 10."""
     ns_steps: int | None = Field(default=None, ge=1, le=LARGEST)
     """Newton-Schulz iterations by which a matrix is made orthogonal. `muon` only. Unset: 5."""
+    qk_clip: float = Field(default=0.0, ge=0)
+    """Limit of attention's scores (QK-clip, Kimi K2, arXiv 2507.20534; 100 there): after a step the weights of queries
+    and keys shrink in heads whose scores may exceed it, by their largest |q| |k| / sqrt(d) in the batch. That is an upper
+    bound of the largest score. 0: none."""
     grad_clip: float = Field(default=1.0, ge=0)
     """Largest norm of the whole gradient. 0: no clipping."""
 

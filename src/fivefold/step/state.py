@@ -37,6 +37,7 @@ from fivefold.recipe import LeftOut, OptimSection, Recipe, count_parameters
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import Part, held, size_of
 from fivefold.sharding.tiers import tiers
+from fivefold.step.qk_clip import QKClip
 from fivefold.step.custom import NOTHING, UserFunctions, custom_model, make_equal, use_loss
 
 
@@ -57,6 +58,7 @@ class State:
     counts: Tensor
     outer: Outer | None = None
     loss_scale: LossScale | None = None
+    qk_clip: QKClip | None = None
     step: int = 0
     usual: Tensor = field(default_factory=lambda: torch.zeros(2, 3, dtype=torch.float64))
     limit: Tensor | None = None
@@ -242,6 +244,10 @@ def with_optimizer(
             replica.updater = Rounded(rounder(replica.parts), trained, make) if rounds else make(trained)
     counts, usual = (torch.zeros(*n, dtype=torch.float64, device=mesh.device) for n in ((2,), (2, 3)))
     state = State(parallel, mesh, counts, usual=usual, functions=functions)
+    if limit := recipe.optim.qk_clip:
+        if own is not None:
+            raise UserError("optim.qk_clip: not supported with a module of your own. Nearest valid: leave it out")
+        state.qk_clip = QKClip(limit, card_of(recipe.model), parallel.stages, parallel.replicas, mesh)
     if mode.scaled:
         precision = recipe.precision
         state.loss_scale = LossScale(precision.loss_scale, precision.loss_scale_every, mesh.device)

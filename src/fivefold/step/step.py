@@ -180,6 +180,7 @@ def take_step(
     own = zip(OWN, (loss, norm, asked, state.counts[1]), strict=True)
     balance = state.parallel.balance
     figures = (balance.figures if balance else {}) | state.figures
+    figures |= state.qk_clip.figures if state.qk_clip else {}
     return Done(lr, {**dict(own), **figures, **more}, seconds)
 
 
@@ -208,6 +209,8 @@ def forward_backward(state: State, microbatches: Sequence[Microbatch], seed: int
         seeds(microbatch, stage)
         if parallel.balance is not None:
             parallel.balance.count(microbatch < share.counted)
+        if state.qk_clip is not None:
+            state.qk_clip.counts = microbatch < share.counted
 
     for replica in parallel.replicas:
         replica.start_step()
@@ -215,6 +218,8 @@ def forward_backward(state: State, microbatches: Sequence[Microbatch], seed: int
         stage.mtp_loss = 0.0  # pyright: ignore[reportArgumentType]
     if parallel.balance is not None:
         parallel.balance.start_step(scale if factor is None else factor * scale)
+    if state.qk_clip is not None:
+        state.qk_clip.start_step()
     with parallel.saving(), scaled(factor):
         if parallel.pipeline is not None:
             run = parallel.pipeline.forward_backward
@@ -227,6 +232,8 @@ def forward_backward(state: State, microbatches: Sequence[Microbatch], seed: int
         reduction()
     if parallel.balance is not None:
         parallel.balance.finish()
+    if state.qk_clip is not None:
+        state.qk_clip.finish()
     if mesh.further:
         own = sum(torch.as_tensor(stage.mtp_loss, device=mesh.device) for stage in parallel.stages)
         figure = torch.as_tensor(own * scale * counted_once(mesh)).double()
@@ -282,6 +289,8 @@ def update(
         replica.update(lr, scale, skip)
     if state.parallel.balance is not None:
         state.parallel.balance.update(skip)
+    if state.qk_clip is not None:
+        state.qk_clip.update(skip)
     updates, skipped = state.counts.unbind()
     if bad is None:
         bad = skip

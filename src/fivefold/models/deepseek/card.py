@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fivefold.models import work
-from fivefold.models.card import Contradiction, linear, rms_norm, under
+from fivefold.models.card import Contradiction, ScoreRows, linear, rms_norm, under
 from fivefold.models.moe import card as moe
 from fivefold.models.operations import Matmul, Operation, Program, Saved, Sizes
 from fivefold.models.section import ModelSection
@@ -110,6 +110,12 @@ class Card(moe.Card):
         if name in ("attention.up_q.weight", "attention.up_kv.weight"):
             return Cut("column", 0, shape[:1])
         return super().cut(name, shape)
+
+    def score_rows(self) -> Mapping[str, ScoreRows]:
+        """All heads share the part of the key that rotates, so that of the query takes the whole factor."""
+        H, w = self.model.heads, widths_of(self.model)
+        query, key = ((w.nope, 0.5), (w.rope, 1.0)), ((w.nope, 0.5), (w.value, 0.0))
+        return {"attention.up_q": ((H, query),), "attention.up_kv": ((H, key),)}
 
     def attention_flops(self, number: int) -> float:
         w = widths_of(self.model)

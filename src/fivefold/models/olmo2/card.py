@@ -13,7 +13,7 @@ from fivefold.sharding.units import SQUARES
 
 class Card(llama.Card):
     summary = "llama with norms of the sublayers' outputs, and of queries and keys"
-    post_norm = True
+    post_norm = normed_scores = True
 
     def attention(self) -> dict[str, Shape]:
         return super().attention() | under("norm_qk", rms_norm(sum(normed(self.model))))

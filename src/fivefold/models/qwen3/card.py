@@ -15,6 +15,7 @@ NORMS = ("norm_q", "norm_k")
 
 class Card(llama.Card):
     summary = "llama with a norm of each query and key head"
+    normed_scores = True
     regional = tuple(f"attention.{norm}.weight" for norm in NORMS)
 
     def defaults(self) -> dict[str, Any]:

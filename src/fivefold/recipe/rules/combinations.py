@@ -119,6 +119,16 @@ REFUSED = (
              "observe.histogram_step = 0"),
         )
     ),
+    *(
+        Refused("optim.qk_clip", other, lambda r, wrong=wrong: r.optim.qk_clip > 0 and wrong(r), why, nearest)
+        for other, wrong, why, nearest in (
+            ("model.arch", lambda r: card_of(r.model).normed_scores,
+             "its norms of queries and keys limit the scores", "qk_clip = 0"),
+            ("sync.method", _servers, OWN_STEPS, NO_SERVERS),
+            ("layout.offload", _streams, "weights leave the device in their update", f'offload = "{NOT_OFFLOADED}"'),
+            ("precision.mode", lambda r: _mode(r).rounds, "it scales fp32 masters", 'mode = "bf16"'),
+        )
+    ),
     Refused("train.batch_ramp", "observe.noise_scale", lambda r: bool(r.train.batch_ramp and r.observe.noise_scale),
             "it averages over steps, whose batches must have one size", NOISELESS),
     # Precision and offload
