@@ -16,8 +16,9 @@ from fivefold.models.base import build
 from fivefold.models.card import card_of
 from fivefold.models.hf import hf_config
 from fivefold.models.speedrun.module import SquaredReLU
-from fivefold.recipe import load, resolve
+from fivefold.recipe import change, load, resolve
 from fivefold.step.state import build_state
+from fivefold.step.step import set_windows
 from fivefold.train.verify import alone
 
 SPEEDRUN = ("model.arch=speedrun", "model.kv_heads=2", "model.ffn_dim=64")
@@ -216,3 +217,48 @@ def test_qk_clip_lowers_the_scores_of_single_heads(room: Path, kind: tuple[str, 
 def test_qk_clip_is_refused(changes: list[str], said: str) -> None:
     with pytest.raises(UserError, match=said):
         load("quickstart", ["optim.qk_clip=100", *changes])
+
+
+RAMPED = (
+    *SPEEDRUN,
+    "model.sliding_window=12",
+    "model.full_every=2",
+    "model.window_ramp=3:1+6:1",
+    "model.layers=5",
+)
+
+
+@only("cp=2")
+@pytest.mark.parametrize("layout", ["dp=2,zero=3", "tp=2,sp=true", "cp=2", "cp=2,cp_method=all_gather"])
+def test_windows_that_grow(room: Path, layout: str) -> None:
+    report = compared(tiny(room, layout, *RAMPED), folder=room / "ramped")
+    assert report.passed, report
+
+
+def test_a_step_has_its_window(room: Path) -> None:
+    """Losses are those of models with one window each. It follows from the step, so a resumed run has the same."""
+    found = {}
+    recipe = tiny(room, "dp=1", *RAMPED)
+    assert [recipe.model.ramped(step) for step in (0, 1, 2, 99)] == [3, 6, 12, 12]
+    for window in (0, 3, 6, 12):
+        ramp = ["model.window_ramp=", f"model.sliding_window={window}"] if window else []
+        state = build_state(resolve(change(recipe, ramp), vocab_size=320), alone())
+        tokens = torch.randint(320, (2, 17), generator=torch.Generator().manual_seed(0))
+        for step in range(3):
+            if not window:
+                set_windows(state, recipe.model, recipe.model.ramped(step))
+            found[window, step] = state.module(tokens[:, :-1], tokens[:, 1:]).item()
+    assert [found[0, step] for step in range(3)] == [found[3, 0], found[6, 1], found[12, 2]]
+    assert len(set(found.values())) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["model.sliding_window=8"], 'must have windows below model.sliding_window = 8.*Nearest valid: "4:2"'),
+        ([], 'window_ramp = 8:2 has no effect: without model.sliding_window'),
+    ],
+)  # fmt: skip
+def test_ramps_that_are_refused(changes: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        load("quickstart", ["model.arch=speedrun", "model.window_ramp=8:2", *changes])

@@ -288,6 +288,7 @@ def _short(recipe: Recipe, layout: Layout, tokens: Path, steps: int) -> Recipe:
         "data.max_epochs": 0,
         "train.steps": steps,
         "train.batch_ramp": '""',
+        "model.window_ramp": '""',
         "train.val_every": 0,
         "train.sample_every": 0,
         "checkpoint.every": 0,

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from fivefold.models import ARCHITECTURES, file_of, mup
 from fivefold.models.card import Contradiction, card_of
-from fivefold.models.section import FACTS, ModelSection
+from fivefold.models.section import FACTS, ModelSection, phases
 from fivefold.sharding.layout import divisors
 
 PLAIN = ModelSection()
+MOST_WINDOWS = 6
+"""Of a ramp: PyTorch's compiler gives up after 8 forms of a block."""
 
 
 def model_rules(model: ModelSection, tp: int = 1) -> Iterator[Contradiction]:
@@ -89,15 +91,26 @@ def rotary_rules(model: ModelSection) -> Iterator[Contradiction]:
             f"model.rotary_dim = {model.rotary_dim} must be even and at most the width of a head, {model.head_width}. "
             f"Nearest valid: {max(2, min(model.rotary_dim, model.head_width) // 2 * 2)}",
         )
-    for name in ("full_every", "rope_local_theta"):
+    windows = [window for window, _ in phases(model.window_ramp)]
+    if model.sliding_window and (
+        max(windows, default=0) >= model.sliding_window or len(windows) > MOST_WINDOWS
+    ):
+        yield (
+            {"model.window_ramp", "model.sliding_window"},
+            f'model.window_ramp = "{model.window_ramp}" must have windows below model.sliding_window = '
+            f"{model.sliding_window}, at most {MOST_WINDOWS}: each compiles the blocks again. Nearest valid: "
+            f'"{max(1, model.sliding_window // 2)}:{phases(model.window_ramp)[0][1]}"',
+        )
+    for name in ("full_every", "rope_local_theta", "window_ramp"):
         if (
             (value := getattr(model, name))
             and not model.sliding_window
             and not card_of(model).linear_attention
         ):
+            shown = value if isinstance(value, str) else f"{value:g}"
             yield (
                 {f"model.{name}", "model.sliding_window"},
-                f"model.{name} = {value:g} has no effect: without model.sliding_window all blocks see whole sequences. "
+                f"model.{name} = {shown} has no effect: without model.sliding_window all blocks see whole sequences. "
                 f"Nearest valid: leave {name} out",
             )
 
@@ -191,6 +204,7 @@ FREE = {
     "dropout",
     "init_std",
     "zero_init",
+    "window_ramp",
     "depth",
     "base_dim",
     "base_layers",

@@ -32,6 +32,15 @@ MOST_AHEAD = 64
 """Modules of multi-token prediction."""
 LARGEST = 1 << 53
 """Any other whole number: so a float holds it exactly."""
+_PHASE = "0*[1-9][0-9]{0,8}:0*[1-9][0-9]{0,14}"
+RAMP = rf"^({_PHASE}(\+{_PHASE})*)?$"
+"""A ramp, such as `4:100+8:200`: 4 in 100 steps, then 8 in 200."""
+
+
+def phases(ramp: str) -> list[tuple[int, int]]:
+    """[(value, number of steps)] of a ramp."""
+    pairs = (phase.split(":") for phase in ramp.split("+") if phase)
+    return [(int(value), int(steps)) for value, steps in pairs]
 
 
 class Section(BaseModel):
@@ -114,6 +123,9 @@ class ModelSection(Section):
     sliding_window: int = _of("windows", 0, ge=0, le=LONGEST)
     """Keys that a query sees, its own the last of them, in blocks with a sliding window (arXiv 2004.05150, 2310.06825).
     0: all earlier ones."""
+    window_ramp: str = _of("windows", "", pattern=RAMP, examples=["128:1000+256:2000"])
+    """Smaller windows in the first steps: `128:1000+256:2000` has 128 keys in 1000 steps, 256 in the next 2000, and
+    `sliding_window` in the others. Plans, and the FLOPs in metrics, count the last one."""
     full_every: int = _of("patterned", 0, ge=0, le=MOST_LAYERS)
     """Every so many blocks one attends to the whole sequence, the last of them (Gemma 3: 6, OLMo 3 and Qwen3-Next: 4,
     gpt-oss: 2). 0: all blocks have the window, or linear attention. With windows only with `sliding_window`."""
@@ -229,6 +241,14 @@ class ModelSection(Section):
     def _full(self, number: int) -> bool:
         """True if `full_every` says that a block attends to the whole sequence."""
         return self.full_every > 0 and (number + 1) % self.full_every == 0
+
+    def ramped(self, step: int) -> int:
+        """The windows of a step (0, 1, ...) of training, if they grow; else 0."""
+        for window, steps in phases(self.window_ramp):
+            if step < steps:
+                return window
+            step -= steps
+        return self.sliding_window if self.window_ramp else 0
 
     def rotates(self, number: int) -> bool:
         """True if a block has rotary positions, in models that have them."""

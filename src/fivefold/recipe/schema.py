@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from fivefold.models.section import LARGEST, MOST_LAYERS, ModelSection, Section
+from fivefold.models.section import LARGEST, MOST_LAYERS, RAMP, ModelSection, Section
 from fivefold.optim import DEFAULT, OPTIMIZERS, OUTER
 from fivefold.precision import DTYPES, MASTER, PRECISIONS, ROUNDINGS, TRAINED
 from fivefold.precision.fp8 import GRADIENTS, SCALINGS
@@ -34,8 +34,6 @@ else:
     AllGather, ReduceScatter = Literal[GATHERS], Literal[SCATTERS]
     SyncMethod = Literal["all", SERVER, *OUTER]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-_PHASE = "0*[1-9][0-9]{0,8}:0*[1-9][0-9]{0,14}"
-BATCH_RAMP = rf"^({_PHASE}(\+{_PHASE})*)?$"
 MOST_SEQUENCES = 1 << 30
 """Sequences of a batch."""
 MOST_SECONDS = 10**7
@@ -124,7 +122,7 @@ class TrainSection(Section):
     folder, also where a shipped recipe says otherwise. Unset: random weights."""
     global_batch_size: int = Field(default=16, ge=1, le=MOST_SEQUENCES)
     """Sequences per optimizer step, over all ranks."""
-    batch_ramp: str = Field(default="", pattern=BATCH_RAMP, examples=["4:100+8:200"])
+    batch_ramp: str = Field(default="", pattern=RAMP, examples=["4:100+8:200"])
     """Smaller batches of the first steps: `4:100+8:200` has 4 sequences in 100 steps, 8 in the next 200, and
     `global_batch_size` in the others."""
     microbatch_size: int | None = Field(default=None, ge=1, le=MOST_SEQUENCES)
@@ -132,9 +130,8 @@ class TrainSection(Section):
     take whole microbatches, some perhaps one more than others. Unset: a rank's whole share, at most 8, or fewer where
     that makes shares more equal."""
     z_loss: float = Field(default=0.0, ge=0)
-    """Factor of the squared log-sum-exp of the logits, added to the training loss (z-loss, arXiv 2204.02311, where it
-    is 1e-4). It keeps logits from drifting. Validation leaves it out, and so do
-    modules of your own."""
+    """Factor of the squared log-sum-exp of logits in the training loss (z-loss, arXiv 2204.02311; 1e-4 there). It keeps
+    logits from drifting. Validation leaves it out, and so do modules of your own."""
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
     """Seed of the initial weights, the order of the data and dropout."""
     val_every: int = Field(default=0, ge=0, le=LARGEST)
@@ -208,9 +205,8 @@ class OptimSection(Section):
     ns_steps: int | None = Field(default=None, ge=1, le=LARGEST)
     """Newton-Schulz iterations by which a matrix is made orthogonal. `muon` only. Unset: 5."""
     qk_clip: float = Field(default=0.0, ge=0)
-    """Limit of attention's scores (QK-clip, Kimi K2, arXiv 2507.20534; 100 there): after a step the weights of queries
-    and keys shrink in heads whose scores may exceed it, by their largest |q| |k| / sqrt(d) in the batch. That is an upper
-    bound of the largest score. 0: none."""
+    """Limit of attention's scores (QK-clip, arXiv 2507.20534; 100 there): weights of queries and keys shrink in heads
+    whose scores may exceed it, by the bound |q| |k| / sqrt(d) of the largest ones in a step. 0: none."""
     grad_clip: float = Field(default=1.0, ge=0)
     """Largest norm of the whole gradient. 0: no clipping."""
 

@@ -1,10 +1,10 @@
 """QK-clip (Kimi K2, arXiv 2507.20534, section 2.1): after a step, queries and keys of heads whose scores grew too large
 get smaller weights.
 
-The paper takes the largest score of the step. Fused attention does not tell it, and no layout has all of it. Here it is
-an upper bound by norms: the largest |q| of a head in the batch, times the largest |k|, times 1 / sqrt(d). Rotations keep
-norms, and a maximum over tokens is the same however ranks divide them. So every layout clips by the same numbers, for
-one pass over queries and keys per forward, and one small message per step.
+The paper takes the largest score of the step. Fused attention does not tell it, and no layout has all of it. Here it
+is an upper bound by norms: the largest |q| of a head in the batch, times the largest |k|, times 1 / sqrt(d). Rotations
+keep norms, and a maximum over tokens is the same however ranks divide them. So every layout clips by the same numbers,
+for one pass over queries and keys per forward, and one small message per step.
 
 Where query heads share a key head, the largest bound among them counts for all, as in Megatron-LM.
 
@@ -30,14 +30,17 @@ from fivefold.sharding.parts import Part
 
 class QKClip:
     """limit: of a head's bound. A step is: start_step, forward and backward of the microbatches, finish, update.
-    counts: False in microbatches without targets. figures: valid from `finish`, the largest bound, and the number of groups of heads above the limit."""
+    counts: False in microbatches without targets. figures: valid from `finish`. score_bound: the largest bound;
+    clipped_heads: how many key heads are above the limit."""
 
     def __init__(
         self, limit: float, card: Card, stages: Iterable[Any], replicas: Sequence[Replica], mesh: Mesh
     ) -> None:
         self.limit, self.card, self.replicas, self.mesh = limit, card, replicas, mesh
         self.rows = card.score_rows()
-        self.norms = torch.zeros(2, *card.score_maxima, device=mesh.device)  # of queries and of keys, (2, L, K)
+        self.norms = torch.zeros(
+            2, *card.score_maxima, device=mesh.device
+        )  # of queries and of keys, (2, L, K)
         self.bounds = self.norms[0]
         self.counts, self.figures = True, dict[str, Tensor]()
         for stage in stages:

@@ -37,8 +37,8 @@ from fivefold.recipe import LeftOut, OptimSection, Recipe, count_parameters
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import Part, held, size_of
 from fivefold.sharding.tiers import tiers
-from fivefold.step.qk_clip import QKClip
 from fivefold.step.custom import NOTHING, UserFunctions, custom_model, make_equal, use_loss
+from fivefold.step.qk_clip import QKClip
 
 
 @dataclass
@@ -244,9 +244,11 @@ def with_optimizer(
             replica.updater = Rounded(rounder(replica.parts), trained, make) if rounds else make(trained)
     counts, usual = (torch.zeros(*n, dtype=torch.float64, device=mesh.device) for n in ((2,), (2, 3)))
     state = State(parallel, mesh, counts, usual=usual, functions=functions)
+    if own is not None and (recipe.optim.qk_clip or recipe.model.ramped(0)):
+        raise UserError(
+            "modules of your own have neither optim.qk_clip nor windows that grow; leave them out"
+        )
     if limit := recipe.optim.qk_clip:
-        if own is not None:
-            raise UserError("optim.qk_clip: not supported with a module of your own. Nearest valid: leave it out")
         state.qk_clip = QKClip(limit, card_of(recipe.model), parallel.stages, parallel.replicas, mesh)
     if mode.scaled:
         precision = recipe.precision

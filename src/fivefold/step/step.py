@@ -23,6 +23,7 @@ from fivefold.comm import Axis
 from fivefold.comm.progress import progress, span
 from fivefold.kernels.elementwise import to_device
 from fivefold.kernels.matmul import scaled
+from fivefold.models.section import ModelSection
 from fivefold.observe.faults import GROWTH, SECONDS, SHARED_EVERY, USUAL
 from fivefold.optim import learning_rate
 from fivefold.optim.scaling import clip_scale
@@ -149,6 +150,8 @@ def take_step(
         or not all(replica.updater.begun for replica in state.parallel.replicas)
     )
     complete = curvature.estimate(state, recipe, microbatches, forward_backward) if due else None
+    if window := recipe.model.ramped(state.step):
+        set_windows(state, recipe.model, window)
     for replica in state.parallel.replicas if recipe.layout.early else ():
         replica.updater.expect(scheduled(state, recipe.optim, recipe.train.steps))
     share = forward_backward(state, microbatches, recipe.train.seed)
@@ -264,6 +267,14 @@ def accumulate(
             loss.backward(gradient if factor is None else gradient * factor)
         total.add_(loss.detach(), alpha=microbatch.weight)
     return total
+
+
+def set_windows(state: State, model: ModelSection, window: int) -> None:
+    """Sets the windows of the blocks that have one."""
+    for stage in state.parallel.stages:
+        for number, block in stage.blocks.items():  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+            if model.window(int(number)):
+                block.attention.window = window
 
 
 def counted_once(mesh: Mesh) -> float:

@@ -48,10 +48,11 @@ def train_loop(
         while state.step < train.steps:
             late.start()
             traced = state.step + 1 == recipe.observe.trace_step
-            # It is measured, or compiles for batches of another size
+            # It is measured, or compiles for batches or windows of another size
             slower = first or traced or state.step + 1 in looked_into
             if train.batch_ramp:
                 slower = slower or batch_size(train, state.step) != batch_size(train, max(0, state.step - 1))
+            slower = slower or len({recipe.model.ramped(state.step - before) for before in (0, 1)}) > 1
             with progress.phase("a slower step") if slower else nullcontext():
                 with span("wait for data"):
                     microbatches, waited = hooks.next_batch()  # the first may open files

@@ -19,7 +19,7 @@ class Card(qwen3.Card):
     words = qwen3.Card.words | {
         "ffn_dim": "4 D with `squared_relu`, else 8/3 D, rounded up to a multiple of 64",
     }
-    extras = True
+    extras = windows = patterned = True
     pipelined = False
 
     def __init__(self, model: ModelSection) -> None:

@@ -86,11 +86,13 @@ class Attention(qwen3.NormedAttention):
             return self.finish(qkv, *tables, documents=documents)
         cos, sin, *values = tables
         heads, kv_heads = self.core.heads, self.core.kv_heads
-        return self.out(cached_attention(self.prepare(qkv, *values), heads, kv_heads, cos, sin, cache))
+        qkv = self.prepare(qkv, *values)
+        return self.out(cached_attention(qkv, heads, kv_heads, cos, sin, cache, self.scores))
 
     def finish(self, product: Tensor, *tables: Tensor, documents: Any = None) -> Tensor:
         cos, sin, *values = tables
-        return self.out(self.core(self.prepare(product, *values), cos, sin, documents=documents))
+        qkv = self.prepare(product, *values)
+        return self.out(self.core(qkv, cos, sin, documents=documents, scores=self.scores))
 
     def prepare(self, qkv: Tensor, values_BTv: Tensor | None = None) -> Tensor:
         heads, kv_heads = self.core.heads, self.core.kv_heads
@@ -105,7 +107,7 @@ class Block(PreNormBlock):
     def __init__(self, model: ModelSection, number: int) -> None:
         D, eps, F = model.dim, known(model.norm_eps), known(model.ffn_dim)
         mlp = SquaredReLU(D, F) if model.squared_relu else SwiGLU(D, F)
-        attention = Attention(model, model.attention_bias)
+        attention = Attention(model, model.attention_bias, number)
         super().__init__(RMSNorm(D, eps), attention, AddRMSNorm(D, eps), mlp, model.dropout)
         self.skip = nn.Parameter(torch.ones(D)) if takes_skip(model, number) else None
 

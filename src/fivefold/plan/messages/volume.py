@@ -404,7 +404,8 @@ def matrices(s: Setting, rank: int) -> list[Sent]:
 def control(s: Setting, position: int = 0) -> list[Sent]:
     """The numbers that all ranks agree on once per step, in fp64: the loss, whether to stop or save, the squared norm,
     and whether the last update has destroyed weights; and expert loads (with four more numbers per block). Replica
-    groups agree on the means of the first four. The largest norms (fp32) of queries and keys, with QK-clip. The largest numbers (fp32) of weights whose ranks agree on a scale."""
+    groups agree on the means of the first four. The largest norms (fp32) of queries and keys that QK-clip needs, and
+    the largest numbers (fp32) of weights whose ranks agree on a scale."""
     apart = [("all_reduce", "replica_groups", 32.0)] if s.replica_groups.count > 1 else []
     if s.layout.ranks == 1:
         return apart

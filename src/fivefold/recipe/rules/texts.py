@@ -10,7 +10,7 @@ from typing import Any
 
 from fivefold.errors import UserError, did_you_mean, shortened
 from fivefold.models.card import Contradiction, round_up
-from fivefold.models.section import Section
+from fivefold.models.section import Section, phases
 from fivefold.optim.card import groups
 from fivefold.precision import MOST_IDS
 from fivefold.recipe.entries import HELD_OUT, NONE, TRACKERS, chosen, steps
@@ -206,8 +206,7 @@ def _stages(recipe: Sections) -> Iterator[Contradiction]:
 
 def ramp(train: TrainSection) -> list[tuple[int, int]]:
     """[(sequences per step, number of steps)] before the full batch."""
-    phases = (phase.split(":") for phase in train.batch_ramp.split("+") if phase)
-    return [(int(size), int(steps)) for size, steps in phases]
+    return phases(train.batch_ramp)
 
 
 def _phases(train: TrainSection) -> Iterator[tuple[int, int, int]]:
