@@ -1,4 +1,5 @@
-"""What each technique of the recipe `speedrun` is worth: with all of them and without each, in pairs of one seed.
+"""What each technique of the recipe `speedrun` is worth: with all of them and without each, and with each of those that
+it leaves out, in pairs of one seed.
 
     python benchmarks/speedrun.py --train [--seeds 5] [--minutes 60] [--only muon,skips] [--steps 400]
     python benchmarks/speedrun.py --time            (alone on the machine)
@@ -46,6 +47,9 @@ WITHOUT = {
 WITHOUT["all_but_muon"] = [
     one for name, sets in WITHOUT.items() if name not in ("muon", "tied") for one in sets
 ]
+ADDED = {"windows": ["model.sliding_window=128", "model.window_ramp=32:100+64:100"]}
+"""Techniques that the recipe leaves out, and the recipe with each. (QK-clip is none: norms limit its scores.)"""
+FORMS = WITHOUT | ADDED
 
 
 def main() -> None:
@@ -57,7 +61,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--minutes", type=float, default=1e9)
-    parser.add_argument("--only", default=",".join([GOAL, WHOLE, *WITHOUT]))
+    parser.add_argument("--only", default=",".join([GOAL, WHOLE, *FORMS]))
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     found = json.loads(args.out.read_text()) if args.out.exists() else {"runs": [], "step_s": {}}
@@ -111,7 +115,7 @@ def run(form: str, seed: int, steps: int) -> dict[str, Any]:
 def trained(folder: Path, form: str, settings: list[str]) -> list[dict[str, Any]]:
     """The metrics of a run of a form."""
     recipe = GOAL if form == GOAL else WHOLE
-    every = [f"--set={one}" for one in (*WITHOUT.get(form, []), *settings)]
+    every = [f"--set={one}" for one in (*FORMS.get(form, []), *settings)]
     command = [*PROGRAM, "train", recipe, "--quiet", "--layout", "dp=1", "--out", folder / "run", *every]
     subprocess.run(command, check=True, env=alone())
     return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
@@ -125,7 +129,7 @@ def timed(rounds: int = 3, steps: int = 8) -> dict[str, float]:
     """Median seconds per step of each form. In each round all take turns."""
     seconds: dict[str, list[float]] = {}
     for _ in range(rounds):
-        for form in (GOAL, WHOLE, *WITHOUT):
+        for form in (GOAL, WHOLE, *FORMS):
             with tempfile.TemporaryDirectory() as folder:
                 settings = [f"train.steps={steps}", "train.val_sequences=1", "train.sample_tokens=1"]
                 lines = trained(Path(folder), form, settings)
@@ -145,16 +149,16 @@ def table(found: dict[str, Any], steps: int) -> list[str]:
             lines.append(f"| {' | '.join(cells)} |")
     head = "| Technique | Pairs | Test bits without it, less with it | Standard error | Seconds per step | Helps |"
     lines += ["", head, "|---" * 6 + "|"]
-    for form in WITHOUT:
+    for form in FORMS:
         pairs = [
             (run["test_bits_per_byte"], runs[whole]["test_bits_per_byte"])
             for key, run in runs.items()
             if (key[0], key[2]) == (form, steps) and (whole := (WHOLE, *key[1:])) in runs
         ]
         if pairs:
-            gains = [without - whole for without, whole in pairs]
+            gains = [(whole - other) if form in ADDED else other - whole for other, whole in pairs]
             error = stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else math.inf
-            each = [found["step_s"].get(one) for one in (form, WHOLE)]
+            each = [found["step_s"].get(one) for one in ((WHOLE, form) if form in ADDED else (form, WHOLE))]
             cells = [form, str(len(pairs)), f"{fmean(gains):+.4f}", f"{error:.4f}"]
             cells.append(f"{each[0]:.3f} -> {each[1]:.3f}" if all(each) else "-")
             verdict = "-" if len(gains) < 2 else "yes" if fmean(gains) > 2 * error else "no"

@@ -16,7 +16,7 @@ from fivefold.models.card import card_of
 from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
 from fivefold.models.mup import kind, scales
 from fivefold.parallel.mesh import Microbatch
-from fivefold.recipe import change, explain, load, resolve
+from fivefold.recipe import change, explain, load, resolve, to_toml
 from fivefold.recipe.dial import SETTINGS
 from fivefold.step.state import build_state, updater_arguments
 from fivefold.step.step import take_step
@@ -64,7 +64,34 @@ def test_what_is_set_beside_it_stays_and_the_rest_follows(tmp_path) -> None:
     explicit = resolve(short, vocab_size=4096)
     assert change(explicit, ["optim.lr=1e-3"]).model == explicit.model
     deeper = change(explicit, ["model.depth=8"])
-    assert (deeper.model.dim, deeper.model.layers, deeper.train.steps) == (512, 8, None), "set anew"
+    assert (deeper.model.dim, deeper.model.layers, deeper.train.steps) == (512, 8, 100), (
+        "anew, but for what was set"
+    )
+
+
+def test_another_depth_sets_what_a_written_recipe_has_from_its_own(tmp_path) -> None:
+    """Such a recipe names every field. What was set by hand is no value of its depth, and stays."""
+    path = tmp_path / "recipe.toml"
+    asked = ["model.depth=4", "optim.lr=1e-3", "model.arch=moe"]
+    path.write_text(to_toml(resolve(load("dial", asked), vocab_size=4096)))
+    assert load(path).model.layers == 4
+    for deeper in (load(path, ["model.depth=8"]), change(load(path), ["model.depth=8"])):
+        fresh = load("dial", [*asked, "model.depth=8", "model.vocab_size=4096"])
+        assert (deeper.model.layers, deeper.optim.lr) == (8, 1e-3)
+        again = resolve(deeper, vocab_size=4096)
+        wanted = resolve(fresh, vocab_size=4096)
+        assert again.model == wanted.model
+        assert (again.train.steps, again.train.global_batch_size) == (
+            wanted.train.steps,
+            wanted.train.global_batch_size,
+        )
+
+
+def test_a_message_says_what_the_dial_has_set() -> None:
+    with pytest.raises(
+        UserError, match=r"mu-P is not known for bert.* \(model.depth = 4 sets model.base_dim\)"
+    ):
+        load("dial", ["model.arch=bert", "train.sample_every=0", "model.depth=4"])
 
 
 def test_the_source_of_each_default_is_named() -> None:

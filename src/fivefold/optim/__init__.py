@@ -39,6 +39,11 @@ OUTER = {
 """By `sync.method`."""
 
 
+def lowest_rate(lr: float) -> float:
+    """Where a schedule ends that does not say it: a tenth of the peak rate."""
+    return float(f"{lr / 10:.12g}")
+
+
 def learning_rate(
     step: int,
     *,

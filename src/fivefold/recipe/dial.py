@@ -13,7 +13,8 @@ from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 from fivefold.models.card import card_of, resolve_model
-from fivefold.recipe.schema import Sections
+from fivefold.optim import lowest_rate
+from fivefold.recipe.schema import Sections, TrainSection
 from fivefold.sharding.layout import divisors
 
 R = TypeVar("R", bound=Sections)
@@ -100,6 +101,29 @@ def dialled(recipe: R, given: Collection[str]) -> R:
         if key not in given:
             recipe = _with(recipe, key, value(recipe))
     return recipe
+
+
+def follows(recipe: Sections, steps_for: Callable[[TrainSection, int], int]) -> set[str]:
+    """The fields that have what this depth sets, also where resolving has filled them in: another depth sets them anew.
+    The size of a microbatch follows the batch, whatever it is. steps_for: `rules.texts.steps_for`."""
+    found, train, model = set[str](), recipe.train, recipe.model
+    sequences = -(-_tokens(recipe) // model.seq_len)
+    if train.steps == steps_for(train, sequences):  # tokens have become steps
+        recipe = _with(_with(recipe, "train.steps", None), "train.tokens", _tokens(recipe))
+        found.add("train.steps")
+    for key, value, _ in SETTINGS:
+        section, _, name = key.partition(".")
+        now, alone = attrgetter(key)(recipe), value(recipe)
+        if value is _open and section == "model":
+            unset = model.model_copy(update={name: None})
+            alone = getattr(resolve_model(unset, vocab_size=model.vocab_size or 2), name)
+        elif key == "optim.min_lr":
+            alone = lowest_rate(recipe.optim.lr)
+        elif key == "train.microbatch_size" and "train.global_batch_size" in found:
+            alone = now
+        if now is None or now == alone:
+            found.add(key)
+    return found
 
 
 def _with(recipe: R, key: str, value: Any) -> R:

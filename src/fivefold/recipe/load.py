@@ -21,6 +21,7 @@ from fivefold.recipe.dial import dialled
 from fivefold.recipe.foreign.hugging_face import HERE, hf_model
 from fivefold.recipe.messages import KEYS, SECTIONS, none_unsets, plain_type, to_toml
 from fivefold.recipe.rules import contradictions
+from fivefold.recipe.rules.texts import steps_for
 from fivefold.recipe.schema import Sections
 from fivefold.sharding.layout import Layout, describe
 from fivefold.sharding.layout import parse as parse_layout
@@ -89,10 +90,6 @@ def change(recipe: Recipe, overrides: Sequence[str] = (), layout: str | None = N
         UserError: as `load`.
     """
     table = recipe.model_dump(exclude_none=True)
-    if any(text.partition("=")[0].strip() == dial.KEY for text in overrides):  # sets all of it anew
-        for key in dial.KEYS:
-            section, _, name = key.partition(".")
-            table[section].pop(name, None)
     return _Draft(table, {}).finish("recipe", overrides, layout)
 
 
@@ -238,6 +235,8 @@ class _Draft:
                 self.origins |= {f"layout.{key}": "--layout" for key in self.table["layout"]}
             except UserError as error:
                 self.problems += error.problems
+        if any(text.partition("=")[0].strip() == dial.KEY for text in (*overrides, *over)):
+            self._forget_dialled()
         self._override(overrides, "--set")
         self._override(over, "--over")
         self._take_over()
@@ -248,6 +247,8 @@ class _Draft:
         draft = dialled(Recipe.model_construct(**sections), self._given())
         for keys, message in contradictions(draft):
             if not keys & self.wrong:
+                if mine := sorted(keys & self._dialled()):
+                    message += f" (model.depth = {draft.model.depth} sets {' and '.join(mine)})"
                 first = min((key for key in keys if key in message), key=message.index, default=min(keys))
                 section, _, field = first.partition(".")
                 self.problems.append(
@@ -268,6 +269,21 @@ class _Draft:
         given = (f"{section}.{name}" for section, fields in tables.items() for name in fields)
         all_stay = self.origins.get(dial.KEY) == OURS
         return {key for key in given if all_stay or self.origins.get(key) != OURS}
+
+    def _dialled(self) -> set[str]:
+        """The fields that the dial sets here."""
+        depth = "depth" in self.table.get("model", {}) if isinstance(self.table.get("model"), dict) else False
+        return {*dial.KEYS} - self._given() if depth else set()
+
+    def _forget_dialled(self) -> None:
+        """Leaves open what the table has from a depth of its own, as a run's recipe does: a new depth sets it."""
+        draft = _Draft(self.table, self.origins)
+        found = Recipe.model_construct(**{section: draft._section(section) for section in SECTIONS})
+        if found.model.depth is None or draft.problems:  # they are said later
+            return
+        for key in dial.follows(dialled(found, self._given()), steps_for):
+            section, _, name = key.partition(".")
+            self.table.get(section, {}).pop(name, None)
 
     def _take_over(self) -> None:
         """Fills what is open of the model and the tokenizer by `train.init_from`. What a shipped recipe says of them

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from fivefold.errors import UserError, several
 from fivefold.models.card import card_of, count_parameters, resolve_model
-from fivefold.optim import DEFAULT, OPTIMIZERS, OUTER
+from fivefold.optim import DEFAULT, OPTIMIZERS, OUTER, lowest_rate
 from fivefold.recipe.entries import steps as profiled_steps
 from fivefold.recipe.load import Recipe
 from fivefold.recipe.rules import contradictions, with_layout
@@ -83,7 +83,7 @@ def resolve(recipe: Recipe, *, vocab_size: int) -> Recipe:
         own = {"outer_lr": outer.lr} | {f"outer_{name}": value for name, value in outer.fields.items()}
         sync = {name: value for name, value in own.items() if getattr(recipe.sync, name) is None}
     if recipe.optim.min_lr is None and recipe.optim.schedule != "constant":
-        optim["min_lr"] = float(f"{recipe.optim.lr / 10:.12g}")
+        optim["min_lr"] = lowest_rate(recipe.optim.lr)
     if recipe.optim.schedule == "restarts" and recipe.optim.restart_steps is None:
         optim["restart_steps"] = max(1, steps // 4)
     if recipe.optim.warmup_steps is None:
