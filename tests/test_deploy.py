@@ -50,12 +50,28 @@ def bin_(tmp_path: Path) -> Path:
     return folder
 
 
+STARTED: list[subprocess.Popen[bytes]] = []
+"""Shells of a test, each the leader of a group of processes."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    """Also if a test waits in vain."""
+    yield
+    for shell in STARTED:
+        if shell.poll() is None:
+            os.killpg(shell.pid, signal.SIGKILL)
+            shell.wait()
+    STARTED.clear()
+
+
 def start(script: str, bin_: Path, code: int, *more: str, **environment: str) -> subprocess.Popen[bytes]:
     env = os.environ | {
         "PATH": f"{bin_}:{os.environ['PATH']}", "CODE": str(code), "SLURM_JOB_ID": "7", "FIVEFOLD_DEPLOY": str(DEPLOY),
     } | environment  # fmt: skip
     words = ["bash", str(DEPLOY / script), "quickstart", str(bin_.parent / "run"), *more]
-    return subprocess.Popen(words, env=env)
+    STARTED.append(subprocess.Popen(words, env=env, start_new_session=True))
+    return STARTED[-1]
 
 
 def run(script: str, bin_: Path, code: int, *more: str, **environment: str) -> int:
@@ -102,6 +118,7 @@ def test_a_signal_reaches_the_rank(tmp_path: Path, number: int) -> None:
     rank = "trap 'sleep 0.2; exit 75' TERM; touch here; while true; do sleep 0.05; done"
     words = [str(DEPLOY / "rank.sh"), "mark", "bash", "-c", rank]
     shell = subprocess.Popen(words, cwd=tmp_path, start_new_session=True)
+    STARTED.append(shell)
     while not (tmp_path / "here").exists():
         time.sleep(0.01)
     if number == signal.SIGUSR1:  # Open MPI sends it to the group

@@ -14,17 +14,19 @@ from test_layouts import passes
 
 from fivefold.errors import UserError
 from fivefold.kernels.blockwise_attention import Documents
-from fivefold.kernels.tiling import Sample
+from fivefold.kernels.tiling import Sample, Tiling, max_pairs, max_scores
 from fivefold.models.card import card_of, flops_per_token
 from fivefold.models.hf import from_hf_config, hf_config
 from fivefold.models.rules import model_rules
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.messages import volume
 from fivefold.plan.predict import held as at_peak
-from fivefold.plan.setting import FIVEFOLD_CPU, setting
+from fivefold.plan.setting import FIVEFOLD, FIVEFOLD_CPU, setting
 from fivefold.recipe import ModelSection, resolve_model
+from fivefold.schedules.collectives.collective import joined
 from fivefold.schedules.ring_attention import reach_of, slowest
 from fivefold.sharding.layout import Layout
+from fivefold.sharding.sequence import token_spans
 from fivefold.trace.depth import exact
 
 LAYOUTS = [
@@ -99,6 +101,18 @@ def test_flops_are_those_of_the_pairs() -> None:
     [
         ({"arch": "llama", "sliding_window": 8}, "model.sliding_window: llama has no sliding windows"),
         ({"arch": "mistral", "full_every": 2}, "model.full_every = 2 has no effect"),
+        (
+            {"arch": "mistral", "full_every": 1, "sliding_window": 8},
+            "model.full_every = 1: every block sees the whole",
+        ),
+        (
+            {"rope_factor": 2.0, "rope_scaling": "linear", "rope_high": 8.0},
+            'model.rope_high = 8.0 has no effect: model.rope_scaling = "linear"',
+        ),
+        (
+            {"arch": "speedrun", "skips": True, "layers": 1},
+            "model.skips = true has no effect: model.layers = 1 has no two blocks",
+        ),
         ({"arch": "phi3", "rotary_dim": 5}, "model.rotary_dim = 5 must be even .* Nearest valid: 4"),
         ({"arch": "olmo3", "rope_local_theta": 5.0}, "model.rope_local_theta = 5 has no effect"),
         ({"arch": "smollm3", "rotary_dim": 4}, "model.rotary_dim: smollm3 has no heads that rotate in part"),
@@ -177,8 +191,13 @@ def test_the_plan_prices_the_tiles_of_windows(layout: Layout) -> None:
         next(op for op in s.work.block[s.kind(second, "none")] if op.attention) for second in (False, True)
     )
     documents, found = Documents(np.zeros((1, T), np.int64)), []
+    of_rank = Tiling(np.zeros((1, T), np.int64), fixed=True).turns(layout, True, window)
+    if layout.cp_method == "all_gather":
+        own = [tuple(span for ((span,), _) in products) for (products,) in of_rank]
+        assert own == [joined(token_spans(layout, T, rank)) for rank in range(layout.cp)], "as trained"
     for limit in (window, 0):
-        by_turn = zip(*documents.tiling.turns(layout, True, limit), strict=True)
+        tiling = Tiling(np.zeros((1, T), np.int64), fixed=True)
+        by_turn = zip(*tiling.turns(layout, True, limit), strict=True)
         turns = [
             [[documents.tiles(*of, True, 4, limit) for of in rank] for rank in ranks] for ranks in by_turn
         ]
@@ -194,6 +213,9 @@ def test_the_plan_prices_the_tiles_of_windows(layout: Layout) -> None:
     assert near.attention / full.attention == pytest.approx(found[0] / found[1])
     assert [s.card.second[n] for n in range(4)] == [False, False, False, True]
     if layout.cp_method == "ring" and layout.cp > 1:
+        on_gpu = setting(model, layout, parse(f"h100:{layout.ranks}"), 1, 1, "bf16", FIVEFOLD).sizes.near
+        tiles = max_scores(tiling, layout, True, 2, window)
+        assert on_gpu.share == tiles / max_pairs(tiling, 1, True, layout), "tiles there, too"
         (sent,), (whole,) = near.sent_forward, full.sent_forward
         assert (sent.size / whole.size, sent.reach) == (2 / 3, 1)
 

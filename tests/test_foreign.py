@@ -4,10 +4,12 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from typer.testing import CliRunner
 
+from fivefold.cli import foreign as foreign_cli
 from fivefold.cli.main import app
 from fivefold.data import prepare
 from fivefold.errors import UserError
@@ -444,6 +446,12 @@ def test_json_has_it(tmp_path: Path) -> None:
     assert found["kind"] == "Hugging Face"
     assert found["missing"]["made_up = 3"] == "not known here"
     assert found["understood"]["hidden_size"] == "[model]"
+
+
+def test_nothing_is_measured_for_a_recipe() -> None:
+    with mock.patch.object(foreign_cli, "ensure_measured") as measured:
+        assert foreign_cli.told("quickstart", "cpu:2", json=True) == {}
+    measured.assert_not_called()
 
 
 @pytest.mark.parametrize("command", ["check", "train"])

@@ -310,7 +310,8 @@ def import_folder(source: Path, out: Path) -> Path:
     # what follows from others stays open
     recipe = Recipe(model=model, data=data, train=TrainSection(steps=1000))
     with _new_folder(out) as folder:
-        text = to_toml(recipe, f"Weights imported from a Hugging Face {config['model_type']}.")
+        kind = "DCP checkpoint of a" if _is_dcp(source) else "Hugging Face"
+        text = to_toml(recipe, f"Weights imported from a {kind} {config['model_type']}.")
         files.write(folder / "recipe.toml", text)
         _copy_text_files(source, folder)
         write.save(store.folder_of(folder, 0), write.unread(weights), None, {"step": 0, "tokens": 0})

@@ -12,12 +12,13 @@ def told(name: str, cluster: str, json: bool) -> dict[str, Any]:
     """Prints what was understood of a configuration and what was not, unless `json`. Returns {"read": the same}; {} for
     a recipe. Raises UserError: as `fivefold.recipe.foreign.read`."""
     from fivefold.plan.cluster.clusters import parse
-    from fivefold.recipe.load import read_foreign
+    from fivefold.recipe.load import is_foreign, read_foreign
 
+    if not is_foreign(name):
+        return {}
     ensure_measured(cluster)
     reading = read_foreign(name, parse(cluster).devices)
-    if reading is None:
-        return {}
+    assert reading is not None
     if not json:
         software = reading.tables.get("software")
         priced = f" (--software {software} prices that program, and not this one)" if software else ""

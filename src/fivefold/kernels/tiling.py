@@ -17,9 +17,10 @@ from functools import cached_property
 import numpy as np
 
 from fivefold.kernels.sizes import SPAN_STEPS, WASTE, block_size, query_blocks
+from fivefold.schedules.collectives.collective import joined
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import Columns
-from fivefold.sharding.sequence import deals, dealt, gathered_keys, ring_columns
+from fivefold.sharding.sequence import deals, dealt, gathered_keys, ring_columns, token_spans
 
 Block = tuple[slice, int, int, int, int, np.ndarray]
 """A block of queries with the keys that any of them sees: sequences; queries [from, to); keys [from, to); the keys
@@ -29,14 +30,15 @@ Product = tuple[Columns, Columns]
 
 
 class Tiling:
-    """A batch of sequences. first_BT: the column at which the document of each token begins.
+    """A batch of sequences. first_BT: the column at which the document of each token begins. fixed: nobody deals
+    columns, since it is not asked for documents.
 
     behind_BT: the column behind the document of each token. documents_N2: the first column and that behind, of each
     document.
     """
 
-    def __init__(self, first_BT: np.ndarray) -> None:
-        B, T = first_BT.shape
+    def __init__(self, first_BT: np.ndarray, fixed: bool = False) -> None:
+        (B, T), self.fixed = first_BT.shape, fixed
         columns_T = np.arange(T)
         self.begins_BT = first_BT == columns_T
         assert self.begins_BT[:, 0].all(), "a sequence begins with a document, or with a part of one"
@@ -59,10 +61,9 @@ class Tiling:
         T = self.shape[1]
         whole = ((0, T),)
         if deals(layout):
-            dealt = self.dealt(layout.cp, causal)
-            return [
-                [[((span,), (gathered_keys(span, T, causal, window),)) for span in some]] for some in dealt
-            ]
+            own = [joined(token_spans(layout, T, rank)) for rank in range(layout.cp)]
+            own = own if self.fixed else self.dealt(layout.cp, causal)
+            return [[[((span,), (gathered_keys(span, T, causal, window),)) for span in some]] for some in own]
         if layout.cp == 1 or layout.cp_method == "ulysses":
             return [[[(whole, whole)]]]
         return [
@@ -151,8 +152,8 @@ def shared_spans(lows: list[int], highs: list[int]) -> list[tuple[int, int, int,
 class Sample:
     """Some sequences of a run: what attention computes of them, as shares of what it computes of whole sequences."""
 
-    def __init__(self, first_RT: np.ndarray) -> None:
-        self.tiling = Tiling(first_RT)
+    def __init__(self, first_RT: np.ndarray, fixed: bool = False) -> None:
+        self.tiling = Tiling(first_RT, fixed)
         self._computed: dict[tuple[object, ...], float] = {}
         self._copied: dict[tuple[object, ...], tuple[float, float]] = {}
 
@@ -202,20 +203,23 @@ class Sample:
         return self._copied[asked]
 
     def computed(
-        self, B: int, causal: bool, element_size: int, layout: Layout | None = None, window: int = 0
-    ) -> float:
-        """The share of the scores that tiles have, in microbatches of B sequences, of those without a window.
+        self, B: int, causal: bool, element_size: int, layout: Layout | None = None, window: int = 0,
+        pairs: bool = False,
+    ) -> float:  # fmt: skip
+        """The share of the scores that tiles have, in microbatches of B sequences, of those without a window; or of its
+        pairs, which flash attention computes.
 
         layout: says which columns a rank of the context axis has. The slowest one counts, in each turn of a ring.
         """
-        layout = layout or Layout()
-        asked = B, causal, element_size, layout.cp, layout.cp_method, window
+        layout, fixed = layout or Layout(), self.tiling.fixed
+        asked = B, causal, element_size, layout.cp, layout.cp_method, window, pairs
         if asked not in self._computed:
-            none = Tiling(np.zeros((1, self.tiling.shape[1]), np.int64))
+            none = Tiling(np.zeros((1, self.tiling.shape[1]), np.int64), fixed)
             rows = [self.tiling.first_BT[at : at + B] for at in range(0, self.tiling.shape[0], B)]
             of = layout, causal, element_size, window
-            scores = sum(max_scores(Tiling(first_BT), *of) for first_BT in rows)
-            whole = max_scores(none, layout, causal, element_size)
+            scores = sum(max_scores(Tiling(first_BT, fixed), *of) for first_BT in rows)
+            plain = layout, causal, element_size
+            whole = max_pairs(none, 1, causal, layout) if pairs else max_scores(none, *plain)
             self._computed[asked] = scores / (whole * self.tiling.shape[0])
         return self._computed[asked]
 

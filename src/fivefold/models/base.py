@@ -114,6 +114,13 @@ class LanguageModel(nn.Module, ABC):
             x_BTD = block(x_BTD, *context, **options(int(number)))
         return x_BTD
 
+    def besides(
+        self, block: nn.Module, x_BTD: Tensor, tokens_BT: Tensor
+    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        """What `through` gives a block besides x, context and options: tensors of these shapes, behind the context and
+        by name. For traces of single blocks."""
+        return (), {}
+
 
 class PreNormBlock(nn.Module):
     """x + attention(norm1(x)), then the same with the feed-forward layer. norm2 adds first, in one pass over memory."""

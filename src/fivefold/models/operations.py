@@ -404,3 +404,8 @@ class Work:
     block: ByKind[list[Operation]]
     begin: list[Operation]
     end: list[Operation]
+
+    @property
+    def head(self) -> list[Operation]:
+        """The end up to its first loss. Behind it are those of further tokens."""
+        return self.end[: 1 + next(at for at, op in enumerate(self.end) if op.name == "loss")]

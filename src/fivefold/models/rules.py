@@ -75,6 +75,14 @@ def rotary_rules(model: ModelSection) -> Iterator[Contradiction]:
                 f"model.{name} = {getattr(model, name)} has no effect: model.rope_factor = 1 scales nothing. "
                 f"Nearest valid: leave {name} out, or set model.rope_factor above 1",
             )
+    for name in ("rope_low", "rope_high"):
+        value, plain = getattr(model, name), getattr(PLAIN, name)
+        if model.rope_factor > 1 and model.rope_scaling == "linear" and value != plain:
+            yield (
+                {f"model.{name}", "model.rope_scaling"},
+                f'model.{name} = {value} has no effect: model.rope_scaling = "linear" stretches all wavelengths. '
+                f"Nearest valid: leave {name} out",
+            )
     if model.rope_factor > 1 and model.rope_low >= model.rope_high:
         yield (
             {"model.rope_low", "model.rope_high"},
@@ -90,6 +98,12 @@ def rotary_rules(model: ModelSection) -> Iterator[Contradiction]:
             {"model.rotary_dim"},
             f"model.rotary_dim = {model.rotary_dim} must be even and at most the width of a head, {model.head_width}. "
             f"Nearest valid: {max(2, min(model.rotary_dim, model.head_width) // 2 * 2)}",
+        )
+    if model.sliding_window and model.full_every == 1:
+        yield (
+            {"model.full_every", "model.sliding_window"},
+            "model.full_every = 1: every block sees the whole sequence, and none has model.sliding_window = "
+            f"{model.sliding_window}. Nearest valid: leave both out, or full_every = 2",
         )
     windows = [window for window, _ in phases(model.window_ramp)]
     if model.sliding_window and (

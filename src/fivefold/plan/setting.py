@@ -83,13 +83,13 @@ class Documents:
 
 
 @lru_cache(maxsize=16)
-def whole_sequence(T: int) -> Sample:
-    """A sequence of one document."""
+def whole_sequence(T: int, fixed: bool = False) -> Sample:
+    """A sequence of one document. fixed: see `Tiling`."""
     import numpy as np
 
     from fivefold.kernels.tiling import Sample
 
-    return Sample(np.zeros((1, T), np.int64))
+    return Sample(np.zeros((1, T), np.int64), fixed)
 
 
 def seen(
@@ -101,7 +101,7 @@ def seen(
     all."""
     sample, several = documents.sample if documents else None, B > 1
     if sample is None and window:
-        sample, B = whole_sequence(model.seq_len), 1
+        sample, B = whole_sequence(model.seq_len, documents is None), 1
     if sample is None:
         return WHOLE_SEQUENCES
     causal = card_of(model).causal
@@ -109,7 +109,9 @@ def seen(
         return Seen(sample.computed(B, causal, int(element_size), layout, window))
     if program.attention == "flash" and any_length(element_size, model.head_width):
         some = several and some_queries(layout.cp, layout.cp_method)
-        some = some and not (window and layout.cp_method == RING)  # tiles copy none in a row
+        if window and layout.cp > 1 and layout.cp_method == RING:  # tiles, which copy none in a row
+            share = sample.computed(B, causal, int(element_size), layout, window, pairs=True)
+            return Seen(share, min(sample.seen, window))
         copied = sample.copied(B, causal, layout, window) if some else (0.0, 0.0)
         share = sample.in_turns(B, causal, layout, window)
         return Seen(share, min(sample.seen, window or sample.seen), copied)

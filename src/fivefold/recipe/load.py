@@ -77,9 +77,14 @@ def load(
 
 def read_foreign(name_or_path: str | Path, devices: int) -> foreign.Reading | None:
     """What is read of another program's configuration (see `foreign.read`); None: it is none."""
-    if str(name_or_path) in _files():
+    if not is_foreign(name_or_path):
         return None
     return foreign.read(Path(name_or_path), devices, lambda base: _with_base(find(base))[0]["model"])
+
+
+def is_foreign(name_or_path: str | Path) -> bool:
+    """True if this is another program's configuration, and no recipe."""
+    return str(name_or_path) not in _files() and foreign.kind_of(Path(name_or_path)) is not None
 
 
 @brief

@@ -206,6 +206,7 @@ def _analyse(
         if getattr(block, "ahead", None) is not None:  # of multi-token prediction
             given |= {"tokens": torch.empty_like(x, requires_grad=trained)}
         tables = stage.context(torch.empty(T, dtype=torch.int64, device=DEVICE))
+        own, named = stage.besides(block, x, batch.inputs)
     there = {(tuple(tensor.shape), tensor.dtype) for tensor in living_on(block, tables, given)}
     compiler = Compiler(found, there)
     torch._dynamo.reset()
@@ -216,7 +217,7 @@ def _analyse(
 
     def both() -> None:
         compiler.backward = False
-        y = run(x, *tables, **given)
+        y = run(x, *tables, *own, **given, **named)
         compiler.backward = True
         if y.requires_grad:
             y.backward(torch.empty_like(y))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from fivefold.models import work
-from fivefold.models.card import linear, swiglu
+from fivefold.models.card import Contradiction, linear, swiglu
 from fivefold.models.operations import Operation, Program, Saved, Sizes, Work
 from fivefold.models.qwen3 import card as qwen3
 from fivefold.models.section import ModelSection
@@ -28,7 +29,16 @@ class Card(qwen3.Card):
 
     def defaults(self) -> dict[str, Any]:
         wide = {} if self.gated else {"ffn_dim": 4 * self.model.dim}
-        return super().defaults() | wide | dict.fromkeys(("squared_relu", "value_embeddings", "skips"), True)
+        techniques = {"squared_relu": True, "value_embeddings": True, "skips": self.model.layers > 1}
+        return super().defaults() | wide | techniques
+
+    def rules(self) -> Iterator[Contradiction]:
+        yield from super().rules()
+        if self.model.skips and self.model.layers == 1:
+            yield (
+                {"model.skips", "model.layers"},
+                "model.skips = true has no effect: model.layers = 1 has no two blocks. Nearest valid: skips = false",
+            )
 
     @property
     def count(self) -> int:
@@ -45,6 +55,9 @@ class Card(qwen3.Card):
     def block(self, number: int) -> dict[str, Shape]:
         skip = {"skip": (self.model.dim,)} if takes_skip(self.model, number) else {}
         return skip | super().block(number)  # the module's own parameter comes first
+
+    def words_of(self, number: int) -> str:
+        return super().words_of(number) + " with a skip" * takes_skip(self.model, number)
 
     def feed_forward(self, number: int) -> dict[str, Shape]:
         D, F = self.model.dim, self.model.ffn_dim or 0

@@ -130,6 +130,15 @@ class Model(qwen3.Model):
             "norm"
         )  # the last: FSDP2 holds the last gradient for longer, so it is small
 
+    def besides(
+        self, block: Any, x_BTD: Tensor, tokens_BT: Tensor
+    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        skip = {} if block.skip is None else {"skip_BTD": torch.empty_like(x_BTD, requires_grad=True)}
+        if self.embed_values is None:
+            return (), skip
+        width = self.embed_values.weight.shape[1] // len(self.blocks)
+        return (x_BTD.new_empty(*tokens_BT.shape, width, requires_grad=True),), skip
+
     def through(
         self,
         x_BTD: Tensor,

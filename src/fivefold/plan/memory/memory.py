@@ -37,7 +37,8 @@ class Memory:
 
     params: weights that compute. gradients: their sums. optimizer: moments, and masters that do not compute.
     activations: tensors that forward, or its recomputation, keeps for backward. buffers: the rest.
-    host, disk: what is offloaded there; not in the total.
+    host, disk: what is offloaded there; not in the total. left: those of `gradients` that are in another tier at the
+    moment with the largest sum, until `offload.held` moves what is offloaded.
     """
 
     params: float
@@ -47,6 +48,7 @@ class Memory:
     buffers: float
     host: float = 0.0
     disk: float = 0.0
+    left: float = 0.0
 
     @property
     def total(self) -> float:
@@ -114,7 +116,7 @@ def sums(s: Setting) -> Sums:
         return BlockSums(saved(block), owed, parts)
 
     largest = max(op.workspace for op in work.end)
-    return Sums(ByKind(of_block), saved(work.begin), saved(work.end), saved(work.end[:3]), largest)
+    return Sums(ByKind(of_block), saved(work.begin), saved(work.end), saved(work.head), largest)
 
 
 def saved(operations: Iterable[Operation], once: bool = False) -> ByRole:
@@ -236,8 +238,8 @@ def at_peak(
     last: bool,
     after: float = 0.0,
     tails: Sequence[Tail] = (),
-) -> tuple[float, float]:
-    """(activations, buffers) at the moment of `Buffers` with the largest sum.
+) -> tuple[float, float, float]:
+    """(activations, buffers, -gradients that have left) at the moment of `Buffers` with the largest sum.
 
     live: bytes kept by all live microbatches. own: bytes kept by one of them. last: True if the rank has the last
     stage. after: bytes of what happens behind backward: the end of compressed sums, the update. tails: of the rank's
@@ -246,12 +248,12 @@ def at_peak(
     loss = one.freed if last else 0.0
     tails = tails or (Tail(0.0, max(one.plain, one.mixed), one.again, one.inside),)
     others = own - loss - tails[0].kept
-    moments = [(others, one.stream + besides.scatter), (0.0, besides.rest), (0.0, after)]
+    moments = [(others, one.stream + besides.scatter, 0.0), (0.0, besides.rest, 0.0), (0.0, after, 0.0)]
     for behind, _, again, inside in tails:
-        moments.append((live - loss - behind + again, inside + besides.block))
-        moments.append((own - loss - max(behind, tails[0].kept) + again, inside + besides.next))
+        moments.append((live - loss - behind + again, inside + besides.block, 0.0))
+        moments.append((own - loss - max(behind, tails[0].kept) + again, inside + besides.next, 0.0))
     if last:
-        moments.append((live, one.loss + besides.loss))
+        moments.append((live, one.loss + besides.loss, -besides.left))
     return max(moments, key=sum)
 
 
@@ -301,7 +303,7 @@ class Predictor:
             states = Memory(params + node_copies(s, number), gradients + unsent, optimizer + more, 0.0, 0.0)
             moments = besides[kinds[number]]
             if s.layout.pp == 1:  # at the loss, gradients of the last microbatch have left
-                moments = replace(moments, loss=moments.loss - leaving(s, number))
+                moments = replace(moments, left=leaving(s, number))
             held[number] = states, moments, after, model_states.sum_scratch(s, number)
         several = range(len(self.by_stage)) if s.layout.pp > 1 else ()
         self.adding_up = [model_states.adding_up(s, model_states.stage_elements(s, n)) for n in several]
@@ -340,12 +342,12 @@ class Predictor:
         for position, (states, besides, after, scratch) in enumerate(self.held):
             own = sum(kept[i] for i in stages_of(self.layout, position))
             last, tails = self.setting.ends(position)[1], self._tails(position, modes)
-            moments = list[tuple[float, float, float]]()
+            moments = list[tuple[float, float, float, float]]()
             for gradients, live in self.moments(position, states.gradients, phases[position]):
                 moments.append((gradients, *at_peak(one, besides, live, own, last, after, tails)))
-            gradients, activations, more = max(moments, key=sum)
-            buffers = more + scratch + self.always
-            ranks.append(replace(states, gradients=gradients, activations=activations, buffers=buffers))
+            gradients, activations, more, gone = max(moments, key=sum)
+            sizes = {"gradients": gradients, "activations": activations, "left": -gone}
+            ranks.append(replace(states, buffers=more + scratch + self.always, **sizes))
         return ranks
 
     def _tails(self, position: int, modes: Sequence[str]) -> list[Tail]:

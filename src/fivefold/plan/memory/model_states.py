@@ -258,13 +258,15 @@ def _positions(
 class Buffers:
     """Bytes of gathered weights and unfinished gradients at five moments. loss: at the loss. block: in the backward of
     the block with most parameters. scatter: when its gradient is scattered. next: in the backward of the next block,
-    while that scatter still runs. rest: when the gradient of the parameters outside blocks is scattered."""
+    while that scatter still runs. rest: when the gradient of the parameters outside blocks is scattered. left:
+    gradients that are in another tier at the loss, and on the device at the other moments."""
 
     loss: float = 0.0
     block: float = 0.0
     scatter: float = 0.0
     next: float = 0.0
     rest: float = 0.0
+    left: float = 0.0
 
 
 def buffers(s: Setting, first: bool, last: bool, some: bool = True) -> Buffers:

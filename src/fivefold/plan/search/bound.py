@@ -194,11 +194,11 @@ class Bounds:
         backward of one microbatch. And the earliest end of the step that is no position's: a microbatch passes all
         stages, there and back, and where the first position ends last, it ends behind the backward of all others."""
         x, ends, (there, back) = c.layout, [], self.shared.hops(c)
-        experts, passing = self.shared.second.count(True), costs
+        second, passing = self.shared.second.count(True), costs
         if x.splits_backward:
             # a microbatch does not wait for gradients of weights that the schedule computes later
             passing = Costs(*(cost._replace(weight=0.0) for cost in costs))
-        turned = sum(passing.of(Share(len(self.shared.second) - experts, experts, 1, 1)))
+        turned = sum(passing.of(Share(len(self.shared.second) - second, second, 1, 1)))
         upwards = x.pp == 1 or ends_upwards(x.schedule, x.pp, c.count, x.stages_per_rank)
         paired = SCHEDULES[x.schedule].paired
         for at in self.shared.groups(x):
@@ -389,8 +389,8 @@ class LeastBytes:
 
 
 class Live(NamedTuple):
-    """Blocks without and with experts, beginnings and ends of the model, times microbatches that are live in them; and
-    those blocks times microbatches that wait for weight gradients."""
+    """Blocks of the first and of the second kind, beginnings and ends of the model, times microbatches that are live in
+    them; and those blocks times microbatches that wait for weight gradients."""
 
     plain: int
     mixed: int

@@ -50,10 +50,10 @@ class Costs(NamedTuple):
 
     def of(self, part: Share) -> tuple[float, float]:
         """Seconds of a part's forward and backward."""
-        (plain, mixed, begin, end), (blocks, with_experts, first, last) = self, part
-        forward = blocks * plain.forward + with_experts * mixed.forward
+        (plain, mixed, begin, end), (blocks, others, first, last) = self, part
+        forward = blocks * plain.forward + others * mixed.forward
         forward = forward + first * begin.forward + last * end.forward
-        backward = blocks * (plain.input + plain.weight) + with_experts * (mixed.input + mixed.weight)
+        backward = blocks * (plain.input + plain.weight) + others * (mixed.input + mixed.weight)
         backward += first * (begin.input + begin.weight) + last * (end.input + end.weight)
         return forward, backward
 

@@ -88,7 +88,7 @@ def _moved(s: Setting, position: int, one: Memory, own: Elements) -> Memory:
     outside, block = (p.keeps if zero else p.computes for p in (outside_blocks(s, position), largest))
     away = {"device": 0.0, "host": 0.0, "disk": 0.0}
     params, gradients, optimizer, activations = one.params, one.gradients, one.optimizer, one.activations
-    buffers = max(0.0, one.buffers)
+    buffers = one.buffers
     if zero and t.masters != "device" and b.master:  # FSDP2's rows are of weights that compute
         params += b.working * keeps
     if t.working != "device":
@@ -100,9 +100,7 @@ def _moved(s: Setting, position: int, one: Memory, own: Elements) -> Memory:
             gradients += b.gradient * keeps
     else:
         away[t.gradients] += b.gradient * keeps
-        gradients = (
-            (gradients if whole else 0.0) + leaving(s, position) + min(0.0, one.buffers)
-        )  # see Predictor
+        gradients = (gradients if whole else 0.0) + leaving(s, position) - one.left
     if t.masters != "device":
         away[t.masters] += _masters_apart(s) * keeps
         optimizer -= b.master * keeps
@@ -123,7 +121,7 @@ def _moved(s: Setting, position: int, one: Memory, own: Elements) -> Memory:
         buffers, away["host"] = buffers + away["host"], 0.0
     return replace(
         one, params=params, gradients=gradients, optimizer=max(0.0, optimizer), activations=activations,
-        buffers=buffers, host=away["host"], disk=away["disk"],
+        buffers=buffers, host=away["host"], disk=away["disk"], left=0.0,
     )  # fmt: skip
 
 
