@@ -23,7 +23,6 @@ from fivefold.checkpoint import store, write
 from fivefold.checkpoint.dcp.read import METADATA, tensors
 from fivefold.checkpoint.source import Source, export_run, fingerprint, import_folder
 from fivefold.cli.main import app
-from fivefold.errors import UserError
 from fivefold.models.base import build
 from fivefold.models.hf import hf_config, to_hf
 from fivefold.recipe import ModelSection, Recipe, TrainSection, resolve, to_toml
@@ -146,17 +145,6 @@ def test_export_and_import_give_the_same_bytes(tmp_path):
     assert names == sorted(path.name for path in (tmp_path / "second").iterdir())
     for name in names:
         assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes(), name
-
-
-def test_dtypes_that_no_weight_has_here_are_named(tmp_path):
-    model = model_of()
-    titan = of_titan(to_hf(weights_of(model), model), model)
-    name = next(iter(titan))
-    saved(0, 1, tmp_path / "dcp", titan | {name: titan[name].double()}, 1, "")
-    with pytest.raises(
-        UserError, match=rf"'.*{name}' is in float64. Weights of a DCP folder are read in float32,"
-    ):
-        import_folder(described(tmp_path / "dcp", model), tmp_path / "run")
 
 
 def test_a_run_starts_from_such_a_folder(tmp_path):

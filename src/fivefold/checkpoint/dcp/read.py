@@ -75,7 +75,7 @@ def tensors(folder: Path) -> tuple[dict[str, Stored], Counter[str]]:
             shape, dtype = _whole(*about["size"].args), _DTYPES[_text(about["properties"].state[0][0])]
             chunks = tuple(_chunks(folder, name, shape, dtype.itemsize, about["chunks"], places))
             once(f"{name!r:.120}, shape {list(shape)},", shape, [chunk[0] for chunk in chunks])
-            found[name] = Stored(shape, dtype, partial(_read, folder, name, shape, dtype, chunks), chunks)
+            found[name] = Stored(shape, dtype, partial(_read, folder, shape, dtype, chunks), chunks)
     return found, others
 
 
@@ -96,19 +96,13 @@ def _chunks(folder: Path, name: str, shape: Shape, itemsize: int, chunks: Any, p
         yield box, file, start, size
 
 
-def _read(folder: Path, name: str, shape: Shape, dtype: torch.dtype, chunks: Sequence[Chunk]) -> Tensor:
-    """A tensor, put together. Raises UserError: it has another dtype than weights have, or a chunk is damaged."""
-    if dtype not in _STORAGES:
-        known = ", ".join(str(one).removeprefix("torch.") for one in _STORAGES)
-        raise UserError(
-            f"{folder}: {name!r:.120} is in {str(dtype).removeprefix('torch.')}. Weights of a DCP folder are read in "
-            f"{known}; save it in one of these"
-        )
+def _read(folder: Path, shape: Shape, dtype: torch.dtype, chunks: Sequence[Chunk]) -> Tensor:
+    """A tensor, put together. Raises UserError: a chunk is damaged."""
     out = torch.empty(shape, dtype=dtype)
-    for box, file_name, start, size in chunks:
+    for box, name, start, size in chunks:
         part = out[tuple(slice(*span) for span in box)]
         whole = part if part.is_contiguous() else torch.empty(part.shape, dtype=dtype)
-        with _sound(folder / file_name), files.open_file(folder / file_name) as file:
+        with _sound(folder / name), files.open_file(folder / name) as file:
             content: Any = _UpTo(file.fileno(), start + size, access=mmap.ACCESS_READ)
             _fill(whole, zipfile.ZipFile(content))
         part.copy_(whole)  # does nothing if it is the same
