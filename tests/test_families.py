@@ -228,6 +228,6 @@ def test_flash_attention_copies_the_keys_of_windows_only() -> None:
     for method, B in (("all_gather", 2), ("all_gather", 1), ("ring", 2)):
         layout = Layout(cp=2, cp_method=method)
         near = setting(model, layout, parse("h100:2"), B, 1, "bf16").sizes.near
-        spans = Documents(np.zeros((1, 256), np.int64)).tiling.dealt(2, True)
+        spans = [joined(token_spans(layout, 256, rank)) for rank in range(2)]
         keys = max(sum(b - max(0, a - 39) for a, b in some) for some in spans) / 128
         assert near.copied == ((1.0, keys) if (method, B) == ("all_gather", 2) else (0.0, 0.0))
