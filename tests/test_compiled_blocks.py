@@ -19,7 +19,7 @@ from fivefold.models.recomputation import region
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.memory.memory import kept
 from fivefold.plan.predict import predict
-from fivefold.recipe import Recipe
+from fivefold.recipe import Recipe, load, resolve
 from fivefold.sharding.layout import Layout
 from fivefold.trace import gpu
 from fivefold.trace.blocks import Block
@@ -295,6 +295,28 @@ def test_compiled_code_repeats_the_matmuls_whose_results_it_does_not_keep() -> N
         s = gpu_blocks.setting_of(gpu_blocks.recipe_of(arch, gpu_blocks.LAYOUTS["recompute operations"]))
         used = region(s.recompute[-1], s.software)
         assert [op.name for op in s.last_block if op.matmul and used.repeated(op, False)] == names, arch
+
+
+@pytest.mark.slow
+def test_blocks_with_a_skip_are_a_kind() -> None:
+    """They keep another block's output besides."""
+    sizes = [
+        "model.layers=2",
+        "model.heads=8",
+        "model.kv_heads=4",
+        "model.head_dim=64",
+        "precision.mode=bf16",
+    ]
+    batch = ["train.global_batch_size=1", "train.microbatch_size=1"]
+    recipe = resolve(
+        load("quickstart", ["model.arch=speedrun", *WIDE, *sizes, *batch], "dp=1"), vocab_size=4096
+    )
+    [answer] = traced(recipe)
+    plain, skips = (Block(**one) for one in answer["blocks"].values())
+    assert list(answer["blocks"]) == ["none, a block", "none, a block with a skip"]
+    assert (plain.graphs, skips.graphs) == (1, 1)
+    assert sum(plain.kept) == pytest.approx(planned(recipe), rel=0.01)
+    assert sum(skips.kept) - sum(plain.kept) == 2 * 1024 * 512
 
 
 @pytest.mark.slow
