@@ -168,7 +168,14 @@ def test_qk_clip_in_compiled_blocks(room: Path) -> None:
     assert report.passed, report
 
 
-@pytest.mark.parametrize("kind", [("model.arch=qwen2", "model.kv_heads=2"), LATENT], ids=["biases", "latent"])
+YARN = ("model.kv_heads=2", "model.rope_factor=4", "model.rope_scaling=yarn", "model.rope_context=8")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [("model.arch=qwen2", "model.kv_heads=2"), LATENT, YARN, (*LATENT, *YARN[1:])],
+    ids=["biases", "latent", "yarn", "latent yarn"],
+)
 def test_qk_clip_lowers_the_scores_of_single_heads(room: Path, kind: tuple[str, ...]) -> None:
     """Heads above the limit get scores that are smaller by limit / bound; all others keep theirs. Bounds are bounds."""
     recipe = resolve(tiny(room, "dp=1", *GROUPED[1:], *kind), vocab_size=320)

@@ -104,17 +104,17 @@ def seen(
         sample, B = whole_sequence(model.seq_len, documents is None), 1
     if sample is None:
         return WHOLE_SEQUENCES
-    causal = card_of(model).causal
+    of = B, card_of(model).causal, layout, window
     if program.attention == "blocks":
-        return Seen(sample.computed(B, causal, int(element_size), layout, window))
+        return Seen(sample.computed(*of[:2], int(element_size), *of[2:]))
     if program.attention == "flash" and any_length(element_size, model.head_width):
-        some = several and some_queries(layout.cp, layout.cp_method)
         if window and layout.cp > 1 and layout.cp_method == RING:  # tiles, which copy none in a row
-            share = sample.computed(B, causal, int(element_size), layout, window, pairs=True)
-            return Seen(share, min(sample.seen, window))
-        copied = sample.copied(B, causal, layout, window) if some else (0.0, 0.0)
-        share = sample.in_turns(B, causal, layout, window)
-        return Seen(share, min(sample.seen, window or sample.seen), copied)
+            return Seen(
+                sample.computed(*of[:2], int(element_size), *of[2:], pairs=True), min(sample.seen, window)
+            )
+        some = several and some_queries(layout.cp, layout.cp_method)
+        copied = sample.copied(*of) if some else (0.0, 0.0)
+        return Seen(sample.in_turns(*of), min(sample.seen, window or sample.seen), copied)
     return WHOLE_SEQUENCES
 
 
@@ -207,13 +207,12 @@ class Software(Program):
     collective that adds up shards of gradients. kernel: seconds between two kernels of the device. host: seconds the
     host takes to issue a block's forward, and as long again for its backward. step: fixed seconds per step.
     optimizer_passes: how often an unfused optimizer reads and writes its memory. optimizer: its name in the registry.
-    estimates: forwards and backwards per step that only estimate the curvature.
-    qk_clip: ranks agree on the largest queries and keys (step/qk_clip.py).
-    checked: each update is checked by the largest weight (step/step.py). fp8_dispatch: rows travel to experts
-    in 8 bits. fp8_scaling, fp8_skips: the recipe's, the latter of first and last
-    blocks. delayed: numbers of 8 bits have scales of earlier steps (Transformer Engine),
-    so each activation, gradient, and once per step each weight, is read once and written in the orders of all products.
-    documents: those that attention does not cross; None: sequences are whole.
+    estimates: forwards and backwards per step that only estimate the curvature. qk_clip: ranks agree on the largest
+    queries and keys (step/qk_clip.py). checked: each update is checked by the largest weight (step/step.py).
+    fp8_dispatch: rows travel to experts in 8 bits. fp8_scaling, fp8_skips: the recipe's, the latter of first and last
+    blocks. delayed: numbers of 8 bits have scales of earlier steps (Transformer Engine), so each activation, gradient,
+    and once per step each weight, is read once and written in the orders of all products. documents: those that
+    attention does not cross; None: sequences are whole.
     """
 
     name: str = "fivefold"

@@ -3,8 +3,8 @@ get smaller weights.
 
 The paper takes the largest score of the step. Fused attention does not tell it, and no layout has all of it. Here it
 is an upper bound by norms: the largest |q| of a head in the batch, times the largest |k|, times 1 / sqrt(d). Rotations
-keep norms, and a maximum over tokens is the same however ranks divide them. So every layout clips by the same numbers,
-for one pass over queries and keys per forward, and one small message per step.
+keep norms, but for the factor of their tables, and a maximum over tokens is the same however ranks divide them. So
+every layout clips by the same numbers, for one pass over queries and keys per forward, and one small message per step.
 
 Where query heads share a key head, the largest bound among them counts for all, as in Megatron-LM.
 
@@ -36,14 +36,15 @@ class QKClip:
     def __init__(
         self, limit: float, card: Card, stages: Iterable[Any], replicas: Sequence[Replica], mesh: Mesh
     ) -> None:
-        self.limit, self.card, self.replicas, self.mesh = limit, card, replicas, mesh
-        self.rows = card.score_rows()
+        self.limit, self.replicas, self.mesh, self.rows = limit, replicas, mesh, card.score_rows()
         self.norms = torch.zeros(
             2, *card.score_maxima, device=mesh.device
         )  # of queries and of keys, (2, L, K)
         self.bounds = self.norms[0]
         self.counts, self.figures = True, dict[str, Tensor]()
         for stage in stages:
+            rotated = max(1.0, getattr(stage, "amplitude", 1.0))  # parts that do not rotate have factor 1
+            self.scale = rotated**2 / math.sqrt(card.model.head_width)
             for number, block in stage.blocks.items():
                 core = block.attention.core
                 first = mesh.index("tp") * core.kv_heads
@@ -65,7 +66,7 @@ class QKClip:
 
     def finish(self) -> None:
         self.mesh.axis("all").all_reduce(self.norms, "max")
-        self.bounds = self.norms.prod(0) / math.sqrt(self.card.model.head_width)
+        self.bounds = self.norms.prod(0) * self.scale
         above = (self.bounds > self.limit).sum()
         self.figures = {"score_bound": self.bounds.max(), "clipped_heads": above}
 
