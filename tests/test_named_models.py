@@ -75,7 +75,7 @@ CLUSTERS = {
 PLACES = {name: cluster for cluster, names in CLUSTERS.items() for name in names}
 ON_A_NODE = ("gpt2-124m", "gpt2-355m", "bert-base-mlm", "bert-large-mlm")
 """Recipes without a layout: one process, or as many replicas as there are GPUs."""
-SMALL = {"quickstart", "shakespeare", "moe-tiny", "bert-tiny", "continue", "dial", "speedrun"}
+SMALL = {"quickstart", "shakespeare", "moe-tiny", "bert-tiny", "continue", "dial", "speedrun", "talk"}
 
 
 @pytest.mark.parametrize("name", EXACT)

@@ -40,7 +40,7 @@ SHIPPED = [
     "bert-base-mlm", "bert-large-mlm", "bert-tiny", "continue", "deepseek-v3", "dial", "gpt2-1.5b", "gpt2-124m",
     "gpt2-355m", "gpt2-774m", "gpt3-175b", "llama2-13b", "llama2-70b", "llama2-7b", "llama3-405b", "llama3-70b",
     "llama3-8b", "mixtral-8x7b", "moe-tiny", "mt-nlg-530b", "quickstart", "qwen3-30b-a3b", "qwen3-8b", "shakespeare",
-    "speedrun", "t-nlg-17b",
+    "speedrun", "t-nlg-17b", "talk",
 ]  # fmt: skip
 
 

@@ -346,6 +346,11 @@ def _lines(found: dict[str, Any]) -> list[str]:
         lines.append(
             f"  {row['file']}: {figures}  ({row['schema']}, {row['items']:,} items, {row['shots']} shots)"
         )
+        lines += [
+            f"    {kind:12} "
+            + ", ".join(f"{name} {value:.3f}" for name, value in figures.items() if name != "items")
+            for kind, figures in row["kinds"].items()
+        ]
         if row["cut"]:
             lines.append(
                 f"    the prompts of {row['cut']:,} items are longer than the context: their beginnings were cut off"

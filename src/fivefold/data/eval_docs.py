@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from fivefold.data import talk
+from fivefold.data.chat import ANSWER, MESSAGES, Message, NotAConversation, messages_of
 from fivefold.data.kinds.json import objects
 from fivefold.data.sources import nearest
 from fivefold.errors import UserError, did_you_mean, shortened
@@ -35,6 +37,8 @@ class Item:
     """A question: which of `choices` continues context + join? Their number `answer` does.
 
     An item with a single choice is a completion: is it what the model would write? line: where it stands in its file.
+    messages: a conversation; the run's chat template makes the prompt, and the last answer is the choice. kind: the
+    group that it also counts for. guesses: whether simple guesses are right.
     """
 
     context: str
@@ -42,6 +46,9 @@ class Item:
     answer: int
     join: str = " "
     line: int = field(default=0, compare=False)
+    messages: tuple[Message, ...] = field(default=(), compare=False)
+    kind: str = ""
+    guesses: Mapping[str, bool] = field(default_factory=dict, compare=False)
 
     @property
     def solved(self) -> str:
@@ -62,6 +69,8 @@ class Schema:
 def read_items(path: Path) -> tuple[str, list[Item]]:
     """The name of a task file's schema, and its items. The first row decides the schema. Raises UserError: the file
     cannot be read, or a row is not of the schema. The message names file and line."""
+    if str(path) == talk.NAME:
+        return "conversation", _talk()
     schema: Schema | None = None
     items: list[Item] = []
     for number, row in json_lines(path):
@@ -118,6 +127,29 @@ def require_enough(shots: int, path: Path, pool: Sequence[Item], *, same: bool) 
         raise UserError(
             f"shots = {shots}: {path} has {enough} examples for an item; name more with shots_from"
         )
+
+
+def _talk() -> list[Item]:
+    """The held-out questions of the set `talk`."""
+    rows = [
+        row for kind in talk.KINDS for row in zip(talk.questions(kind, True), talk.guesses(kind), strict=True)
+    ]
+    found = [
+        (_conversation({MESSAGES: asked.messages, "kind": asked.kind}), guesses) for asked, guesses in rows
+    ]
+    return [replace(item, guesses=guesses, line=number) for number, (item, guesses) in enumerate(found, 1)]
+
+
+def _conversation(row: Mapping[str, Any]) -> Item:
+    try:
+        messages = messages_of(row[MESSAGES])
+    except NotAConversation as error:
+        raise UserError(str(error)) from None
+    if messages[-1]["role"] != ANSWER:
+        raise UserError(
+            f"the last message has the role '{shortened(messages[-1]['role'], 20)}'; must be '{ANSWER}'"
+        )
+    return Item("", (messages[-1]["content"],), 0, messages=tuple(messages), kind=_text(row, "kind", ""))
 
 
 def _own_choices(row: Mapping[str, Any]) -> Item:
@@ -185,6 +217,7 @@ SCHEMAS = (
         lambda row: Item(_text(row, "context"), (_text(row, "target"),), 0, _text(row, "join", " ")),
         ("context", "target", "join"),
     ),
+    Schema("conversation", MESSAGES, _conversation, (MESSAGES, "kind")),
     Schema("lambada", "text", _lambada),
 )
 

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fivefold.data import talk
 from fivefold.data.kinds import SUFFIXES, TOKEN_SUFFIXES, hub, kind_of, named, remote, token_kind
 from fivefold.data.kinds.kind import BY_RULE, ENDED, PACKED, SPAN, TOKENS, VAL, Bad, Document, Fields, File
 from fivefold.errors import UserError, several
@@ -81,13 +82,18 @@ def find(spec: str) -> Source:
                 f"data.source = stdlib: this Python has no .py files in {root}; use a path instead"
             )
         return _below(spec, root, [p for p in library if not p.name.startswith("_sysconfigdata")])
+    if spec == talk.NAME:
+        path = talk.written()
+        return _below(spec, path.parent, [path])
     if spec.startswith(TOKENS):
         return Source(spec, _token_files(spec), ids=True)
     if spec.startswith(hub.PREFIX):
         hub.parse(spec)
         return Source(spec, [File(spec, Path(spec), hub.HubRows.name, 0)], hub=True)
     if not spec:
-        raise UserError("data.source is empty; use a file, a folder, a glob, stdlib, tokens:PATH or hf:NAME")
+        raise UserError(
+            "data.source is empty; use a file, a folder, a glob, stdlib, talk, tokens:PATH or hf:NAME"
+        )
     if remote.ADDRESS.match(spec):
         return _of_kind(spec, [(e.name, Path(e.name), e) for e in remote.entries(spec)])
     path = Path(os.path.expanduser(spec))
@@ -108,7 +114,7 @@ def find(spec: str) -> Source:
         raise UserError(f"data.source: {only} {spec!r}; {nearest(_fixed_part(path))}")
     if path.exists():
         raise UserError(f"data.source: {spec!r} is neither a regular file nor a folder")
-    hint = "; known words: stdlib, tokens:PATH, hf:NAME" if os.sep not in spec else ""
+    hint = "; known words: stdlib, talk, tokens:PATH, hf:NAME" if os.sep not in spec else ""
     raise UserError(f"data.source: no such file or folder: {spec!r}; {nearest(path)}{hint}")
 
 

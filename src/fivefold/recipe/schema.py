@@ -42,11 +42,11 @@ MOST_SECONDS = 10**7
 
 class DataSection(Section):
     source: str = "stdlib"
-    """Source of the text: `stdlib` (the source code of this machine's Python standard library), a file,
-    folder or glob of .txt .md .py .json .jsonl .csv .parquet .wet .warc .xml, texts also as .gz, .bz2 or .zst, here or
-    at an address (https, s3); `tokens:PATH` (token files: .bin of nanoGPT or llm.c, .npy, .bin with the .idx of
-    Megatron, .parquet with a column `input_ids`); `hf:NAME:CONFIG:SPLIT[FROM:TO]` (rows of a Hugging Face data set; all
-    but the name may be left out). Relative paths start at the current folder, not at the recipe's."""
+    """Source of the text: `stdlib` (the source code of this machine's Python standard library), `talk` (the shipped
+    conversations), a file, folder or glob of .txt .md .py .json .jsonl .csv .parquet .wet .warc .xml, texts also as
+    .gz, .bz2 or .zst, here or at an address (https, s3); `tokens:PATH` (token files: .bin of nanoGPT, llm.c or Megatron
+    with its .idx, .npy, .parquet with a column `input_ids`); `hf:NAME:CONFIG:SPLIT[FROM:TO]` (rows of a Hugging Face
+    data set; all but the name may be left out). Relative paths start at the current folder, not at the recipe's."""
     tokenizer: str = "bpe:4096"
     """`bpe:N` (byte-level BPE with N tokens, trained on the training text), `bytes`, `chars`, or the path of a
     Hugging Face `tokenizer.json`. `tokens:` does not use it."""

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fivefold.checkpoint import store
 from fivefold.data import NOT_COUNTED
+from fivefold.data.chat import ChatTemplate, Message, NotAConversation
 from fivefold.data.eval_docs import Item, documents, prompts, read_items, require_enough, require_readable
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import UserError
@@ -39,7 +40,7 @@ from fivefold.models.rules import having
 from fivefold.models.section import ModelSection
 from fivefold.precision import DTYPES, PRECISIONS, chosen, torch_dtype
 from fivefold.recipe import load
-from fivefold.train.generate import open_run, require_tokenizer
+from fivefold.train.generate import open_run, require_tokenizer, template_of
 
 BATCH_TOKENS = 8192
 LEAST_SHARED = 8
@@ -127,7 +128,7 @@ def evaluate(
     dtype = how.dtype or PRECISIONS[chosen(recipe.precision.mode, has_fast_bf16(device.type))].working
     module, _, tokenizer = open_run(run, checkpoint=folder, device=device, dtype=torch_dtype(dtype))
     tokenizer = require_tokenizer(run, tokenizer)
-    scorer = Scorer(module, tokenizer, recipe.model, context, how.batch_tokens)
+    scorer = Scorer(module, tokenizer, recipe.model, context, how.batch_tokens, template_of(run, tokenizer))
     text_key = how.text_key or recipe.data.text_key
     rows = [_text(scorer, Path(path), stride, text_key, tell) for path in texts]
     return {
@@ -179,6 +180,7 @@ class Scorer:
     model: ModelSection
     context: int
     batch_tokens: int | None = None
+    template: ChatTemplate | None = None
 
     def encode(self, text: str) -> np.ndarray:
         ids = self.tokenizer.encode_array(text).astype(np.int32)
@@ -214,6 +216,22 @@ class Scorer:
         most = self.context + 1
         shared = _shared(found) if all(len(tokens) <= most for tokens, _ in found) else 0
         return [Request(tokens[-most:], scored, shared, len(tokens) > most) for tokens, scored in found]
+
+    def reply(self, messages: Sequence[Message]) -> Request:
+        """A request that scores the last answer of a conversation, with the tokens that end it, as training counts it.
+        Raises UserError: the run knows no conversations, or the answer is longer than the model sees at once."""
+        if self.template is None:
+            raise UserError("this is a conversation, and the run has no chat template (data.chat_template)")
+        try:
+            encoded = self.template.encode(messages)
+        except NotAConversation as error:
+            raise UserError(str(error)) from None
+        last = np.flatnonzero(encoded.counted)[-1] + 1
+        scored = int(last - 1 - np.flatnonzero(~encoded.counted[:last])[-1])
+        if scored > self.context:
+            raise UserError(f"the answer has {scored} tokens; must be at most {self.context}")
+        tokens = np.array([self.tokenizer.begin_id, *encoded.ids[:last]], np.int32)
+        return Request(tokens[-self.context - 1 :], scored, cut=len(tokens) > self.context + 1)
 
     def score(self, requests: Iterator[Request]) -> Iterator[tuple[Request, Score]]:
         return score(self.module, self.model, requests, self.batch_tokens or max(BATCH_TOKENS, self.context))
@@ -276,6 +294,8 @@ def _read_task(path: Path, how: Evaluation) -> Callable[[Scorer, Callable[[str],
     if how.shots_from is not None:
         source = Path(how.shots_from)
         pool = read_items(source)[1]
+    if how.shots and items[0].messages:
+        raise UserError(f"{path}: conversations have no shots. Put solved examples into their messages")
     if how.shots:
         require_enough(how.shots, source, pool, same=same)
     items = items[: how.limit or None]
@@ -286,7 +306,10 @@ def _read_task(path: Path, how: Evaluation) -> Callable[[Scorer, Callable[[str],
     def requests(scorer: Scorer) -> Iterator[Request]:
         for item, context in zip(items, contexts, strict=True):
             try:
-                yield from scorer.continuations(context, [item.join + choice for choice in item.choices])
+                if item.messages:
+                    yield scorer.reply(item.messages)
+                else:
+                    yield from scorer.continuations(context, [item.join + choice for choice in item.choices])
             except UserError as error:
                 raise UserError(f"{path}, line {item.line}: {error}") from None
 
@@ -301,9 +324,20 @@ def _read_task(path: Path, how: Evaluation) -> Callable[[Scorer, Callable[[str],
             row["perplexity"] = _exp(-fmean(detail["log_likelihoods"][0] for detail in details))
         else:
             row |= _mean("accuracy_norm", [detail["right_norm"] for detail in details])
+        row["kinds"] = _kinds(items, details)
         return row | {"details": details}
 
     return figures
+
+
+def _kinds(items: Sequence[Item], details: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Of each kind that items name: their number, the share of right answers, and that of each guess."""
+    found: dict[str, dict[str, float]] = {}
+    for kind in dict.fromkeys(item.kind for item in items if item.kind):
+        rows = [(item, detail) for item, detail in zip(items, details, strict=True) if item.kind == kind]
+        found[kind] = {"items": len(rows), "accuracy": fmean(detail["right"] for _, detail in rows)}
+        found[kind] |= {name: fmean(item.guesses[name] for item, _ in rows) for name in rows[0][0].guesses}
+    return found
 
 
 def _judge(item: Item, scored: Sequence[tuple[Request, Score]]) -> dict[str, Any]:

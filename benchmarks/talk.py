@@ -1,0 +1,105 @@
+"""The recipe `talk` on its held-out questions, a table by kind beside two guesses.
+
+    python benchmarks/talk.py --train [--seeds 3] [--minutes 60] [--layout dp=1] [--out FILE.json]
+    python benchmarks/talk.py     (the table of what has been measured)
+
+Each run is `fivefold train talk` with another seed, then `fivefold eval RUN --task talk`. A reply is right if the model
+would write all of it. The guesses know the kind of a question, and count as right if they hit the end of the reply:
+`nearest` is the answer of the training question that shares most pairs of letters, `frequent` the most frequent answer.
+
+The aims: FACTS of the facts, every other kind at least TIMES the better guess, ALL of all questions, in every run. --train
+adds one row to --out for each seed that it lacks, so it can be stopped and called again. `cpu_seconds` is the time of
+all processors from the command's start to its end, preparing the data and validating included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results" / "talk.json"
+FACTS, TIMES, ALL = 0.9, 2.0, 0.6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--train", action="store_true")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=1e9)
+    parser.add_argument("--layout", default="dp=1", help="one rank with one thread by default")
+    parser.add_argument("--keep", type=Path, help="folder for the runs")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    found = json.loads(args.out.read_text()) if args.out.exists() else {"runs": []}
+    end = time.monotonic() + 60 * args.minutes
+    for seed in range(args.seeds) if args.train else ():
+        if (seed, args.layout) in {(run["seed"], run["layout"]) for run in found["runs"]}:
+            continue
+        if time.monotonic() > end:
+            break
+        found["runs"].append(run(seed, args.layout, args.keep))
+        from fivefold.host.machine import describe
+
+        found["machine"] = describe()
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+    print("\n".join(table(found["runs"])))
+
+
+def run(seed: int, layout: str, keep: Path | None) -> dict[str, Any]:
+    """Trains and evaluates one run, on one thread per rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, figures = (keep or Path(folder)) / f"talk-{seed}", Path(folder) / "figures.json"
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        fivefold = [sys.executable, "-m", "fivefold"]
+        began, before = time.monotonic(), _used()
+        train = [*fivefold, "train", "talk", "--layout", layout, "--out", str(out)]
+        subprocess.run([*train, "--set", f"train.seed={seed}"], check=True, env=environment)
+        seconds, used = time.monotonic() - began, _used() - before
+        ask = [*fivefold, "eval", str(out), "--task", "talk", "--out", str(figures)]
+        subprocess.run(ask, check=True, env=environment)
+        task = json.loads(figures.read_text())["tasks"][0]
+        text = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+    row = {"seed": seed, "layout": layout, "cpu_seconds": round(used, 1), "seconds": round(seconds, 1)}
+    return row | {"accuracy": task["accuracy"], "kinds": task["kinds"], "last": text}
+
+
+def _used() -> float:
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return children.ru_utime + children.ru_stime
+
+
+def table(runs: list[dict[str, Any]]) -> list[str]:
+    """A row for each kind: shares of right replies in each run and of the guesses; below, what falls short."""
+    if not runs:
+        return ["nothing has been measured"]
+    seeds = " | ".join(f"seed {run['seed']}" for run in runs)
+    lines = [f"| Kind | {seeds} | nearest | frequent |", "|---" * (len(runs) + 3) + "|"]
+    missed = []
+    for kind, guesses in runs[0]["kinds"].items():
+        shares = [run["kinds"][kind]["accuracy"] for run in runs]
+        better = max(guesses["nearest"], guesses["frequent"])
+        wanted = FACTS if kind == "facts" else TIMES * better
+        missed += [f"{kind} ({min(shares):.3f}, wanted {wanted:.3f})"] if min(shares) < wanted else []
+        cells = [f"{share:.3f}" for share in (*shares, guesses["nearest"], guesses["frequent"])]
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    shares = [run["accuracy"] for run in runs]
+    missed += [f"all ({min(shares):.3f}, wanted {ALL})"] if min(shares) < ALL else []
+    both = [fmean(kind[name] for kind in runs[0]["kinds"].values()) for name in ("nearest", "frequent")]
+    lines.append(f"| all | {' | '.join(f'{share:.3f}' for share in (*shares, *both))} |")
+    used = ", ".join(f"{run['cpu_seconds']:.0f}" for run in runs)
+    return [*lines, "", f"processor seconds: {used}", f"the aims: missed by {', '.join(missed)}" if missed else "the aims: reached"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""The set `talk`: a few thousand short questions with answers that are made here, and held-out questions apart.
+
+`data.source = "talk"` is its training part: conversations of one to three questions. `fivefold eval --task talk` asks
+the held-out part. Each kind has as many questions as any other. Held-out questions of facts have wordings that no
+training question has. Those of all other kinds have numbers or words that no training question of the kind has. Words,
+wordings and facts are in talk.toml. Answers to arithmetic and counting show their steps: a small model learns steps
+from a few hundred examples.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from fivefold import files
+
+NAME = "talk"
+TRAINED, HELD_OUT = 900, 150
+"""Questions of each kind."""
+MOST_TURNS = 3
+"""Questions of a conversation."""
+Item = TypeVar("Item")
+Row = tuple[str, str, str]
+"""Question, reply, answer."""
+
+
+class Question(NamedTuple):
+    """reply: all that is said. answer: its end, which counts where a guess is judged."""
+
+    kind: str
+    asked: str
+    reply: str
+    answer: str
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        return [{"role": "user", "content": self.asked}, {"role": "assistant", "content": self.reply}]
+
+
+@cache
+def questions(kind: str, held_out: bool = False) -> tuple[Question, ...]:
+    """The questions of a kind that are trained on, or those that are not."""
+    count, rows = HELD_OUT if held_out else TRAINED, KINDS[kind](held_out)
+    unique = {row[0]: Question(kind, *row) for row in _shuffled(rows, f"{kind} {held_out}")}
+    assert len(unique) >= count, f"{kind}: {len(unique)} questions"
+    return tuple(unique.values())[:count]
+
+
+def conversations() -> Iterator[dict[str, Any]]:
+    """The rows of the training part: all questions, shuffled, one to MOST_TURNS in a row."""
+    left = iter(_shuffled((each for kind in KINDS for each in questions(kind)), "rows"))
+    turns = random.Random("turns")
+    while row := list(islice(left, turns.randint(1, MOST_TURNS))):
+        yield {"messages": [message for question in row for message in question.messages]}
+
+
+def written() -> Path:
+    """The file of the training part in the cache. It is written if it is not there, or not the same."""
+    path = files.cache_folder() / NAME / f"{NAME}.jsonl"
+    rows = "".join(json.dumps(row) + "\n" for row in conversations())
+    with files.writable(path.parent):
+        if not path.is_file() or files.read_text(path, 1 << 24) != rows:
+            files.make_folder(path.parent)
+            files.write_atomically(path, rows)
+    return path
+
+
+def guesses(kind: str) -> list[dict[str, bool]]:
+    """Which held-out questions of a kind two guesses answer: the answer of the training question of the kind that
+    shares most pairs of letters (`nearest`), and the kind's most frequent answer (`frequent`)."""
+    known = questions(kind)
+    pairs = [_pairs(question.asked) for question in known]
+    frequent = Counter(question.answer for question in known).most_common(1)[0][0]
+
+    def nearest(asked: str) -> str:
+        mine = _pairs(asked)
+        likeness = [len(mine & theirs) / len(mine | theirs) for theirs in pairs]
+        return known[likeness.index(max(likeness))].answer
+
+    return [
+        {"nearest": nearest(each.asked) == each.answer, "frequent": frequent == each.answer}
+        for each in questions(kind, held_out=True)
+    ]
+
+
+def _pairs(text: str) -> set[str]:
+    return {text[at : at + 2] for at in range(len(text) - 1)}
+
+
+def _sums(held_out: bool) -> Iterator[Row]:
+    """Sums and differences up to 99. a + b and b + a are in the same part."""
+    rng, numbers = random.Random("sums"), range(100)
+    sums = _part([(a, b) for a in numbers for b in numbers if a >= b and a + b < 100], held_out)
+    for a, b in [*sums, *((b, a) for a, b in sums)]:
+        (tens_a, ones_a), (tens_b, ones_b) = divmod(a, 10), divmod(b, 10)
+        ones, carried = ones_a + ones_b, " + 1" * (ones_a + ones_b > 9)
+        steps = f"{ones_a} + {ones_b} = {ones}, {tens_a} + {tens_b}{carried} = {(a + b) // 10}, so "
+        yield _worded(rng, "sum", a=a, b=b), f"{steps * (a + b > 9)}{a} + {b} = {a + b}.", str(a + b)
+    for a, b in _part([(a, b) for a in numbers for b in numbers if a >= b], held_out):
+        (tens_a, ones_a), (tens_b, ones_b) = divmod(a, 10), divmod(b, 10)
+        borrowed = ones_a < ones_b
+        steps = f"{ones_a + 10 * borrowed} - {ones_b} = {(a - b) % 10}, "
+        steps += f"{tens_a - borrowed} - {tens_b} = {(a - b) // 10}, so "
+        yield _worded(rng, "difference", a=a, b=b), f"{steps * (a > 9)}{a} - {b} = {a - b}.", str(a - b)
+
+
+def _spelling(held_out: bool) -> Iterator[Row]:
+    for word in _words(held_out):
+        for wording in _tables()["wordings"]["spell"]:
+            spelled = "-".join(word)
+            yield wording.format(w=word), f"{spelled}.", spelled
+
+
+def _counting(held_out: bool) -> Iterator[Row]:
+    """How many letters a word has, and how often it has one."""
+    rng = random.Random("counting")
+    for word in 2 * _words(held_out):
+        steps = ", ".join(f"{letter} {number}" for number, letter in enumerate(word, 1))
+        yield _worded(rng, "length", w=word), f"{steps}, so {len(word)}.", str(len(word))
+        letter = rng.choice([*"aeinorst", *rng.sample(word, 3), *3 * max(word, key=word.count)])
+        steps = ", ".join(f"{c} {word[: i + 1].count(c)}" if c == letter else c for i, c in enumerate(word))
+        yield (
+            _worded(rng, "count", w=word, l=letter),
+            f"{steps}, so {word.count(letter)}.",
+            str(word.count(letter)),
+        )
+
+
+def _units(held_out: bool) -> Iterator[Row]:
+    """A factor of ten, a hundred or a thousand is asked in both directions; any other is a digit with zeros."""
+    rng, units = random.Random("units"), [entry.split() for entry in _tables()["units"].split(",")]
+    for large, small, factor, n in _part([(*unit, n) for unit in units for n in range(2, 100)], held_out):
+        digit, (tens, ones), product = int(factor[0]), divmod(n, 10), n * int(factor)
+        steps, back = f"1 {large} is {factor} {small}", f"{factor} {small} is 1 {large}"
+        if digit > 1:
+            carried = digit * ones // 10
+            steps = (
+                f"{digit} x {ones} = {digit * ones}, {digit} x {tens} + {carried} = {digit * tens + carried}"
+            )
+        yield _converted(rng, steps, (n, large), (product, small))
+        if digit == 1:
+            yield _converted(rng, back, (product, small), (n, large))
+
+
+def _converted(rng: random.Random, steps: str, given: tuple[int, str], found: tuple[int, str]) -> Row:
+    (a, x), (b, y) = given, found
+    return _worded(rng, "convert", a=a, x=x, y=y), f"{steps}, so {a} {x} are {b} {y}.", f"{b} {y}"
+
+
+def _facts(held_out: bool) -> Iterator[Row]:
+    pairs: list[list[str]] = []
+    for table in _tables()["facts"]:
+        turned = "pairs" not in table  # the pairs of the table before, from the other side
+        pairs = [pair[::-1] for pair in pairs] if turned else [p.split() for p in table["pairs"].split(",")]
+        for x, y in pairs:
+            for wording in table["held_out" if held_out else "asked"]:
+                yield wording.format(x=x, y=y), table["reply"].format(x=x, y=y), y
+
+
+def _asking(held_out: bool) -> Iterator[Row]:
+    """Questions that lack something, or ask for what nobody knows. The answer says what."""
+    names = [word.capitalize() for word in _unknown("names", 400)]
+    for asked, reply in _tables()["asking"].items():
+        numbers = "{a}" in asked
+        for operand in _part(list(range(2, 100)) if numbers else names, held_out):
+            a_or_w = {"a" if numbers else "w": operand}
+            yield asked.format(**a_or_w), reply.format(**a_or_w), reply.format(**a_or_w)
+
+
+KINDS: dict[str, Callable[[bool], Iterable[Row]]] = {
+    "sums": _sums, "spelling": _spelling, "counting": _counting, "units": _units, "facts": _facts, "asking": _asking,
+}  # fmt: skip
+
+
+@cache
+def _tables() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+
+
+def _worded(rng: random.Random, name: str, **values: Any) -> str:
+    return rng.choice(_tables()["wordings"][name]).format(**values)
+
+
+def _words(held_out: bool) -> list[str]:
+    """Words, and in training as many that nobody knows, in which any letter stands behind any other."""
+    words = _tables()["words"].split()
+    trained = _part(words, held_out=False)
+    return _part(words, held_out=True) if held_out else trained + _unknown("words", len(trained), words)
+
+
+def _unknown(seed: str, count: int, known: Iterable[str] = ()) -> list[str]:
+    """Words of three to nine letters that are no words."""
+    rng, found = random.Random(seed), dict[str, None]()
+    while len(found) < count:
+        letters = [
+            rng.choice(rng.choice(("aeiou", "bcdfghjklmnpqrstvwxyz"))) for _ in range(rng.randint(3, 9))
+        ]
+        found["".join(letters)] = None
+    return [word for word in found if word not in set(known)]
+
+
+def _part(items: list[Item], held_out: bool) -> list[Item]:
+    """The items that are trained on, or the sixth that is not."""
+    mixed, cut = _shuffled(items, "parts"), len(items) // 6
+    return mixed[:cut] if held_out else mixed[cut:]
+
+
+def _shuffled(items: Iterable[Item], seed: str) -> list[Item]:
+    found = list(items)
+    random.Random(seed).shuffle(found)
+    return found
