@@ -1,10 +1,8 @@
-"""The set `talk`: a few thousand short questions with answers that are made here, and held-out questions apart.
+"""The set `talk`: a few thousand short questions with answers, made here, and held-out questions apart.
 
-`data.source = "talk"` is its training part: conversations of one to three questions. `fivefold eval --task talk` asks
-the held-out part. Each kind has as many questions as any other. Held-out questions of facts have wordings that no
-training question has. Those of all other kinds have numbers or words that no training question of the kind has. Words,
-wordings and facts are in talk.toml. Answers to arithmetic and counting show their steps: a small model learns steps
-from a few hundred examples.
+`data.source = "talk"` is the training part, `fivefold eval --task talk` asks the held-out part. Held-out questions of
+facts have wordings that are not trained on; those of other kinds have numbers or words that are not. Answers to
+arithmetic and counting show their steps: a small model learns steps from a few hundred examples.
 """
 
 from __future__ import annotations
@@ -12,11 +10,11 @@ from __future__ import annotations
 import json
 import random
 import tomllib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from statistics import mode
 from typing import Any, NamedTuple, TypeVar
 
 from fivefold import files
@@ -75,18 +73,17 @@ def written() -> Path:
 def guesses(kind: str) -> list[dict[str, bool]]:
     """Which held-out questions of a kind two guesses answer: the answer of the training question of the kind that
     shares most pairs of letters (`nearest`), and the kind's most frequent answer (`frequent`)."""
-    known = questions(kind)
-    pairs = [_pairs(question.asked) for question in known]
-    frequent = Counter(question.answer for question in known).most_common(1)[0][0]
-
-    def nearest(asked: str) -> str:
-        mine = _pairs(asked)
-        likeness = [len(mine & theirs) / len(mine | theirs) for theirs in pairs]
-        return known[likeness.index(max(likeness))].answer
-
+    known, asked = questions(kind), questions(kind, held_out=True)
+    answers, pairs = [each.answer for each in known], [_pairs(each.asked) for each in known]
+    likeness = [
+        [len(mine & other) / len(mine | other) for other in pairs]
+        for mine in (_pairs(q.asked) for q in asked)
+    ]
+    nearest = [answers[row.index(max(row))] for row in likeness]
+    frequent = mode(answers)
     return [
-        {"nearest": nearest(each.asked) == each.answer, "frequent": frequent == each.answer}
-        for each in questions(kind, held_out=True)
+        {"nearest": near == each.answer, "frequent": frequent == each.answer}
+        for near, each in zip(nearest, asked, strict=True)
     ]
 
 
@@ -96,18 +93,16 @@ def _pairs(text: str) -> set[str]:
 
 def _sums(held_out: bool) -> Iterator[Row]:
     """Sums and differences up to 99. a + b and b + a are in the same part."""
-    rng, numbers = random.Random("sums"), range(100)
-    sums = _part([(a, b) for a in numbers for b in numbers if a >= b and a + b < 100], held_out)
+    rng, pairs = random.Random("sums"), [(a, b) for a in range(100) for b in range(a + 1)]
+    sums = _part([(a, b) for a, b in pairs if a + b < 100], held_out)
     for a, b in [*sums, *((b, a) for a, b in sums)]:
-        (tens_a, ones_a), (tens_b, ones_b) = divmod(a, 10), divmod(b, 10)
-        ones, carried = ones_a + ones_b, " + 1" * (ones_a + ones_b > 9)
-        steps = f"{ones_a} + {ones_b} = {ones}, {tens_a} + {tens_b}{carried} = {(a + b) // 10}, so "
+        ones, carried = a % 10 + b % 10, " + 1" * (a % 10 + b % 10 > 9)
+        steps = f"{a % 10} + {b % 10} = {ones}, {a // 10} + {b // 10}{carried} = {(a + b) // 10}, so "
         yield _worded(rng, "sum", a=a, b=b), f"{steps * (a + b > 9)}{a} + {b} = {a + b}.", str(a + b)
-    for a, b in _part([(a, b) for a in numbers for b in numbers if a >= b], held_out):
-        (tens_a, ones_a), (tens_b, ones_b) = divmod(a, 10), divmod(b, 10)
-        borrowed = ones_a < ones_b
-        steps = f"{ones_a + 10 * borrowed} - {ones_b} = {(a - b) % 10}, "
-        steps += f"{tens_a - borrowed} - {tens_b} = {(a - b) // 10}, so "
+    for a, b in _part(pairs, held_out):
+        borrowed = a % 10 < b % 10
+        steps = f"{a % 10 + 10 * borrowed} - {b % 10} = {(a - b) % 10}, "
+        steps += f"{a // 10 - borrowed} - {b // 10} = {(a - b) // 10}, so "
         yield _worded(rng, "difference", a=a, b=b), f"{steps * (a > 9)}{a} - {b} = {a - b}.", str(a - b)
 
 
@@ -126,11 +121,8 @@ def _counting(held_out: bool) -> Iterator[Row]:
         yield _worded(rng, "length", w=word), f"{steps}, so {len(word)}.", str(len(word))
         letter = rng.choice([*"aeinorst", *rng.sample(word, 3), *3 * max(word, key=word.count)])
         steps = ", ".join(f"{c} {word[: i + 1].count(c)}" if c == letter else c for i, c in enumerate(word))
-        yield (
-            _worded(rng, "count", w=word, l=letter),
-            f"{steps}, so {word.count(letter)}.",
-            str(word.count(letter)),
-        )
+        found = str(word.count(letter))
+        yield _worded(rng, "count", w=word, l=letter), f"{steps}, so {found}.", found
 
 
 def _units(held_out: bool) -> Iterator[Row]:
@@ -166,12 +158,11 @@ def _facts(held_out: bool) -> Iterator[Row]:
 
 def _asking(held_out: bool) -> Iterator[Row]:
     """Questions that lack something, or ask for what nobody knows. The answer says what."""
-    names = [word.capitalize() for word in _unknown("names", 400)]
+    operands = {"{a}": list(range(2, 100)), "{w}": [word.capitalize() for word in _unknown("names", 400)]}
     for asked, reply in _tables()["asking"].items():
-        numbers = "{a}" in asked
-        for operand in _part(list(range(2, 100)) if numbers else names, held_out):
-            a_or_w = {"a" if numbers else "w": operand}
-            yield asked.format(**a_or_w), reply.format(**a_or_w), reply.format(**a_or_w)
+        mark = "{a}" if "{a}" in asked else "{w}"
+        for operand in map(str, _part(operands[mark], held_out)):
+            yield asked.replace(mark, operand), (answer := reply.replace(mark, operand)), answer
 
 
 KINDS: dict[str, Callable[[bool], Iterable[Row]]] = {
@@ -191,19 +182,18 @@ def _worded(rng: random.Random, name: str, **values: Any) -> str:
 def _words(held_out: bool) -> list[str]:
     """Words, and in training as many that nobody knows, in which any letter stands behind any other."""
     words = _tables()["words"].split()
-    trained = _part(words, held_out=False)
-    return _part(words, held_out=True) if held_out else trained + _unknown("words", len(trained), words)
+    return _part(words, held_out) + [
+        w for w in _unknown("words", len(words)) if not held_out and w not in words
+    ]
 
 
-def _unknown(seed: str, count: int, known: Iterable[str] = ()) -> list[str]:
-    """Words of three to nine letters that are no words."""
-    rng, found = random.Random(seed), dict[str, None]()
-    while len(found) < count:
-        letters = [
-            rng.choice(rng.choice(("aeiou", "bcdfghjklmnpqrstvwxyz"))) for _ in range(rng.randint(3, 9))
-        ]
-        found["".join(letters)] = None
-    return [word for word in found if word not in set(known)]
+def _unknown(seed: str, count: int) -> list[str]:
+    """Words of three to nine letters that nobody knows."""
+    rng, letters = random.Random(seed), ("aeiou", "bcdfghjklmnpqrstvwxyz")
+    made = (
+        "".join(rng.choice(rng.choice(letters)) for _ in range(rng.randint(3, 9))) for _ in range(2 * count)
+    )
+    return list(dict.fromkeys(made))[:count]
 
 
 def _part(items: list[Item], held_out: bool) -> list[Item]:
