@@ -5,9 +5,9 @@
 
 Each run is `fivefold train talk` with another seed, then `fivefold eval RUN --task talk`. A reply is right if the model
 would write all of it. The guesses know the kind of a question, and count as right if they hit the end of the reply:
-`nearest` is the answer of the training question that shares most pairs of letters, `frequent` the most frequent answer.
+`nearest` is the answer of the training question that shares most pairs of letters, `frequent` the most frequent one.
 
-The aims: FACTS of the facts, every other kind at least TIMES the better guess, ALL of all questions, in every run. --train
+The aims, in every run: FACTS of the facts, TIMES the better guess of every other kind, ALL of all questions. --train
 adds one row to --out for each seed that it lacks, so it can be stopped and called again. `cpu_seconds` is the time of
 all processors from the command's start to its end, preparing the data and validating included.
 """
@@ -52,8 +52,9 @@ def main() -> None:
         from fivefold.host.machine import describe
 
         found["machine"] = describe()
+        found["summary"] = summary(found["runs"])
         args.out.write_text(json.dumps(found, indent=1) + "\n")
-    print("\n".join(table(found["runs"])))
+    print("\n".join(table(found["runs"])) if found["runs"] else "nothing has been measured")
 
 
 def run(seed: int, layout: str, keep: Path | None) -> dict[str, Any]:
@@ -80,31 +81,33 @@ def _used() -> float:
     return children.ru_utime + children.ru_stime
 
 
+def summary(runs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Of each kind, and of all questions: the mean and the least share of right replies, and those of the guesses."""
+    shares = {kind: [run["kinds"][kind]["accuracy"] for run in runs] for kind in runs[0]["kinds"]}
+    shares["all"] = [run["accuracy"] for run in runs]
+    rows = {kind: {"mean": fmean(of_runs), "least": min(of_runs)} for kind, of_runs in shares.items()}
+    for name in ("nearest", "frequent"):
+        guessed = {kind: figures[name] for kind, figures in runs[0]["kinds"].items()}
+        for kind, share in (guessed | {"all": fmean(guessed.values())}).items():
+            rows[kind][name] = share
+    return rows
+
+
+def wanted(kind: str, row: dict[str, float]) -> float:
+    return {"facts": FACTS, "all": ALL}.get(kind, TIMES * max(row["nearest"], row["frequent"]))
+
+
 def table(runs: list[dict[str, Any]]) -> list[str]:
-    """A row for each kind: shares of right replies in each run and of the guesses; below, what falls short."""
-    if not runs:
-        return ["nothing has been measured"]
-    seeds = " | ".join(f"seed {run['seed']}" for run in runs)
-    lines = [f"| Kind | {seeds} | nearest | frequent |", "|---" * (len(runs) + 3) + "|"]
-    missed = []
-    for kind, guesses in runs[0]["kinds"].items():
-        shares = [run["kinds"][kind]["accuracy"] for run in runs]
-        better = max(guesses["nearest"], guesses["frequent"])
-        wanted = FACTS if kind == "facts" else TIMES * better
-        missed += [f"{kind} ({min(shares):.3f}, wanted {wanted:.3f})"] if min(shares) < wanted else []
-        cells = [f"{share:.3f}" for share in (*shares, guesses["nearest"], guesses["frequent"])]
-        lines.append(f"| {kind} | {' | '.join(cells)} |")
-    shares = [run["accuracy"] for run in runs]
-    missed += [f"all ({min(shares):.3f}, wanted {ALL})"] if min(shares) < ALL else []
-    both = [fmean(kind[name] for kind in runs[0]["kinds"].values()) for name in ("nearest", "frequent")]
-    lines.append(f"| all | {' | '.join(f'{share:.3f}' for share in (*shares, *both))} |")
+    """A row for each kind; below, what falls short."""
+    rows = summary(runs)
+    lines = [f"| {len(runs)} runs | mean | least | wanted | nearest | frequent |", "|---" * 6 + "|"]
+    for kind, row in rows.items():
+        cells = [row["mean"], row["least"], wanted(kind, row), row["nearest"], row["frequent"]]
+        lines.append(f"| {kind} | {' | '.join(f'{cell:.3f}' for cell in cells)} |")
+    missed = [kind for kind, row in rows.items() if row["least"] < wanted(kind, row)]
     used = ", ".join(f"{run['cpu_seconds']:.0f}" for run in runs)
-    return [
-        *lines,
-        "",
-        f"processor seconds: {used}",
-        f"the aims: missed by {', '.join(missed)}" if missed else "the aims: reached",
-    ]
+    said = f"missed: {', '.join(missed)}" if missed else "reached"
+    return [*lines, "", f"processor seconds: {used}", f"the aims: {said}"]
 
 
 if __name__ == "__main__":
