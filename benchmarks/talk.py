@@ -28,6 +28,12 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "talk.json"
 FACTS, TIMES, ALL = 0.9, 2.0, 0.6
+ASKED = (
+    "what is 48 + 33", "Subtract 48 from 63.", "Spell orchard.", "How many a are in banana?",
+    "How many minutes are 27 hours?", "Do you know the capital of Norway?", "What is a baby kangaroo called?",
+    "Who is Ada?", "What is 18 minus?",
+)  # fmt: skip
+"""A conversation, which the README shows. None of its questions is trained on as it stands here."""
 
 
 def main() -> None:
@@ -70,10 +76,19 @@ def run(seed: int, layout: str, keep: Path | None) -> dict[str, Any]:
         ask = [*fivefold, "eval", str(out), "--task", "talk", "--out", str(figures)]
         subprocess.run(ask, check=True, env=environment)
         task = json.loads(figures.read_text())["tasks"][0]
+        answers = subprocess.run(
+            [*fivefold, "chat", str(out), "--temperature", "0", "--json"],
+            input="\n".join(ASKED), capture_output=True, text=True, check=True, env=environment,
+        ).stdout.splitlines()  # fmt: skip
         metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         bits = next(row["val_bits"] for row in reversed(metrics) if "val_bits" in row)
     row = {"seed": seed, "layout": layout, "cpu_seconds": round(used, 1), "seconds": round(seconds, 1)}
-    return row | {"accuracy": task["accuracy"], "kinds": task["kinds"], "val_bits": bits}
+    return row | {
+        "accuracy": task["accuracy"],
+        "kinds": task["kinds"],
+        "val_bits": bits,
+        "chat": [json.loads(line) for line in answers],
+    }
 
 
 def _used() -> float:

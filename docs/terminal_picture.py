@@ -17,7 +17,7 @@ ROWS, COLUMNS = 26, 118
 LINE, CHARACTER, EDGE, BAR = 17, 7.25, 16, 30  # pixels
 PLAYS, HOLDS = 14.0, 5.0  # seconds: all lines, then the end
 EVEN = 0.4  # share of the time that lines have alike; the rest is as they came
-KINDS = (("command", r"^\$ "), ("good", r"^(validation|done|summary)|report\.html"), ("soft", r"^step "))
+KINDS = (("command", r"^[$>] "), ("good", r"^(validation|done|summary)|report\.html"), ("soft", r"^step "))
 STYLE = """
 .paper { fill: #14191d; } .bar { fill: #232b31; }
 text { font: 12px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fill: #d8dee3; white-space: pre; }
@@ -33,14 +33,25 @@ def first_run() -> str:
     return to_svg(found["command"], found["lines"], title)
 
 
-def to_svg(command: str, lines: Sequence[Line], title: str) -> str:
-    """The picture. lines: (seconds, text) in their order."""
+def talk() -> str:
+    """The picture of the conversation that benchmarks/talk.py has recorded."""
+    file = Path(__file__).parents[1] / "benchmarks" / "results" / "talk.json"
+    said = json.loads(file.read_text(encoding="utf-8"))["runs"][0]["chat"]
+    lines = [line for turn in said for line in (f"> {turn['message']}", turn["answer"])]
+    command = "fivefold chat runs/talk --temperature 0"
+    return to_svg(
+        command, [*enumerate(lines)], "A conversation with the model of the recipe talk", len(lines) + 1
+    )
+
+
+def to_svg(command: str, lines: Sequence[Line], title: str, rows: int = ROWS) -> str:
+    """The picture. lines: (seconds, text) in their order. rows: lines that it has room for."""
     texts = [f"$ {command}", *(text for _, text in lines)]
     shown = [_moment(number, lines) for number in range(-1, len(lines))]
-    width, height = COLUMNS * CHARACTER + 2 * EDGE, BAR + ROWS * LINE + EDGE
+    width, height = COLUMNS * CHARACTER + 2 * EDGE, BAR + rows * LINE + EDGE
     down = [(at, LINE * (number + 1)) for number, at in enumerate(shown)]
-    up = [(at, -LINE * max(0, number + 1 - ROWS)) for number, at in enumerate(shown)]
-    rows = "\n".join(
+    up = [(at, -LINE * max(0, number + 1 - rows)) for number, at in enumerate(shown)]
+    text_rows = "\n".join(
         f'<text class="{_kind(text)}" x="{EDGE}" y="{LINE * number + 12}">{escape(text[:COLUMNS])}</text>'
         for number, text in enumerate(texts)
         if text
@@ -55,9 +66,9 @@ viewBox="0 0 {width:.0f} {height:.0f}">
 @media (prefers-reduced-motion: reduce) {{ .up, .down {{ animation: none; }} }}</style>
 <rect class="paper" width="100%" height="100%" rx="8"/>
 <path class="bar" d="M0 {BAR}V8a8 8 0 0 1 8-8H{width - 8:.0f}a8 8 0 0 1 8 8V{BAR}z"/>{dots}
-<svg x="0" y="{BAR + 4}" width="{width:.0f}" height="{ROWS * LINE}" viewBox="0 0 {width:.0f} {ROWS * LINE}">
+<svg x="0" y="{BAR + 4}" width="{width:.0f}" height="{rows * LINE}" viewBox="0 0 {width:.0f} {rows * LINE}">
 <g class="up">
-{rows}
+{text_rows}
 <rect class="paper down" width="100%" height="{LINE * (len(texts) + 1)}"/>
 </g>
 </svg>

@@ -303,7 +303,7 @@ def test_recipes(capsys: pytest.CaptureFixture[str]) -> None:
         "qwen3-8b": 2025,
     }
     assert found["published"] | years == found["published"]
-    assert found["families"]["small"][:3] == ["quickstart", "dial", "speedrun"]
+    assert found["families"]["small"][:4] == ["quickstart", "talk", "dial", "speedrun"]
     assert found["families"]["llama"][::5] == ["llama2-7b", "llama3-405b"], "by size"
     assert found["parameters"]["llama2-7b"] == 6_738_415_616
     assert found["parameters"]["shakespeare"] is None, "its text is not there yet"

@@ -290,10 +290,11 @@ def test_a_page_names_every_recipe() -> None:
     assert [name for name in fivefold.shipped() if f"`{name}`" not in text] == []
 
 
-def test_the_terminal_shows_the_recorded_run() -> None:
+@pytest.mark.parametrize("name", ["first_run", "talk"])
+def test_the_terminal_shows_what_was_recorded(name: str) -> None:
     script = runpy.run_path(str(REPO / "docs" / "terminal_picture.py"))
-    picture = (REPO / "docs" / "pictures" / "first_run.svg").read_text(encoding="utf-8")
-    assert script["first_run"]() == picture, "run: python docs/make_pictures.py"
+    picture = (REPO / "docs" / "pictures" / f"{name}.svg").read_text(encoding="utf-8")
+    assert script[name]() == picture, "run: python docs/make_pictures.py"
 
 
 @pytest.mark.slow

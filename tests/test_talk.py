@@ -120,6 +120,14 @@ def test_answers_are_right() -> None:
             assert (numbers[0], {x, y} <= set(re.findall(r"\w+", asked))) == (int(n), True)
 
 
+def test_the_recorded_conversation_is_not_trained_on() -> None:
+    path = Path(__file__).parents[1] / "benchmarks" / "results" / "talk.json"
+    trained = {question.asked for part in PARTS[:6] for question in part}
+    for run in json.loads(path.read_text())["runs"]:
+        assert run["chat"]
+        assert not {turn["message"] for turn in run["chat"]} & trained
+
+
 def test_conversations_fit_into_a_sequence() -> None:
     longest = max(
         sum(len(f"Assistant: {m['content']}") + 3 for m in row["messages"]) for row in talk.conversations()

@@ -262,7 +262,7 @@ def eval_(
         option(
             "FILE",
             "Task file: JSON lines in our own form (docs/evaluation.md) or as HellaSwag, ARC and LAMBADA are "
-            "published. Repeatable.",
+            "published; `talk`: held-out questions of the shipped conversations. Repeatable.",
         ),
     ] = None,
     shots: Annotated[int, option("K", "Solved examples in front of each item of a task.")] = 0,

@@ -69,7 +69,7 @@ class Schema:
 def read_items(path: Path) -> tuple[str, list[Item]]:
     """The name of a task file's schema, and its items. The first row decides the schema. Raises UserError: the file
     cannot be read, or a row is not of the schema. The message names file and line."""
-    if str(path) == talk.NAME:
+    if str(path) == talk.NAME and not path.exists():
         return "conversation", _talk()
     schema: Schema | None = None
     items: list[Item] = []
@@ -142,7 +142,7 @@ def _talk() -> list[Item]:
 
 def _conversation(row: Mapping[str, Any]) -> Item:
     try:
-        messages = messages_of(row[MESSAGES])
+        messages = messages_of(_field(row, MESSAGES))
     except NotAConversation as error:
         raise UserError(str(error)) from None
     if messages[-1]["role"] != ANSWER:

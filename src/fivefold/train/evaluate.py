@@ -294,7 +294,7 @@ def _read_task(path: Path, how: Evaluation) -> Callable[[Scorer, Callable[[str],
     if how.shots_from is not None:
         source = Path(how.shots_from)
         pool = read_items(source)[1]
-    if how.shots and items[0].messages:
+    if how.shots and (items[0].messages or pool[0].messages):
         raise UserError(f"{path}: conversations have no shots. Put solved examples into their messages")
     if how.shots:
         require_enough(how.shots, source, pool, same=same)
