@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import resource
 import subprocess
 import sys
@@ -25,6 +26,8 @@ import time
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from fivefold.data import talk
 
 RESULTS = Path(__file__).parent / "results" / "talk.json"
 FACTS, TIMES, ALL = 0.9, 2.0, 0.6
@@ -47,7 +50,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="folder for the runs")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    found = json.loads(args.out.read_text()) if args.out.exists() else {"runs": []}
+    found: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {"runs": []}
     end = time.monotonic() + 60 * args.minutes
     for seed in args.seeds if args.train else ():
         if (seed, args.layout) in {(run["seed"], run["layout"]) for run in found["runs"]}:
@@ -64,31 +67,45 @@ def main() -> None:
 
 
 def run(seed: int, layout: str, keep: Path | None) -> dict[str, Any]:
-    """Trains and evaluates one run, on one thread per rank."""
+    """Trains and evaluates one run."""
     with tempfile.TemporaryDirectory() as folder:
-        out, figures = (keep or Path(folder)) / f"talk-{seed}", Path(folder) / "figures.json"
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        fivefold = [sys.executable, "-m", "fivefold"]
+        out = (keep or Path(folder)) / f"talk-{seed}"
         began, before = time.monotonic(), _used()
-        train = [*fivefold, "train", "talk", "--layout", layout, "--out", str(out)]
-        subprocess.run([*train, "--set", f"train.seed={seed}"], check=True, env=environment)
-        seconds, used = time.monotonic() - began, _used() - before
-        ask = [*fivefold, "eval", str(out), "--task", "talk", "--out", str(figures)]
-        subprocess.run(ask, check=True, env=environment)
-        task = json.loads(figures.read_text())["tasks"][0]
-        answers = subprocess.run(
-            [*fivefold, "chat", str(out), "--temperature", "0", "--json"],
-            input="\n".join(ASKED), capture_output=True, text=True, check=True, env=environment,
-        ).stdout.splitlines()  # fmt: skip
-        metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        bits = next(row["val_bits"] for row in reversed(metrics) if "val_bits" in row)
-    row = {"seed": seed, "layout": layout, "cpu_seconds": round(used, 1), "seconds": round(seconds, 1)}
-    return row | {
-        "accuracy": task["accuracy"],
-        "kinds": task["kinds"],
-        "val_bits": bits,
+        _fivefold("train", "talk", "--layout", layout, "--out", out, "--set", f"train.seed={seed}")
+        row = {"seed": seed, "layout": layout, "cpu_seconds": round(_used() - before, 1)}
+        return row | {"seconds": round(time.monotonic() - began, 1)} | figures(out)
+
+
+def figures(out: Path) -> dict[str, Any]:
+    """What a run answers: shares of right replies by kind, of third questions in a conversation, and ASKED."""
+    held_out = [question for kind in talk.KINDS for question in talk.questions(kind, held_out=True)]
+    random.Random(0).shuffle(held_out)
+    threes = [
+        [m for question in three for m in question.messages]
+        for three in zip(*[iter(held_out)] * 3, strict=True)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        thirds, found = Path(folder) / "thirds.jsonl", Path(folder) / "figures.json"
+        thirds.write_text("".join(json.dumps({"messages": three}) + "\n" for three in threes))
+        _fivefold("eval", out, "--task", "talk", "--task", thirds, "--out", found)
+        first, third = json.loads(found.read_text())["tasks"]
+    answers = _fivefold("chat", out, "--temperature", 0, "--json", said="\n".join(ASKED)).splitlines()
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "accuracy": first["accuracy"],
+        "thirds": third["accuracy"],
+        "kinds": first["kinds"],
+        "val_bits": next(row["val_bits"] for row in reversed(metrics) if "val_bits" in row),
         "chat": [json.loads(line) for line in answers],
     }
+
+
+def _fivefold(*words: object, said: str | None = None) -> str:
+    """What a command prints, given what is said to it; otherwise it prints itself. One thread per rank."""
+    return subprocess.run(
+        [sys.executable, "-m", "fivefold", *map(str, words)], input=said, text=True, check=True,
+        stdout=None if said is None else subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    ).stdout  # fmt: skip
 
 
 def _used() -> float:
@@ -120,9 +137,16 @@ def table(runs: list[dict[str, Any]]) -> list[str]:
         cells = [row["mean"], row["least"], wanted(kind, row), row["nearest"], row["frequent"]]
         lines.append(f"| {kind} | {' | '.join(f'{cell:.3f}' for cell in cells)} |")
     missed = [kind for kind, row in rows.items() if row["least"] < wanted(kind, row)]
+    thirds = ", ".join(f"{run['thirds']:.3f}" for run in runs)
     used = ", ".join(f"{run['cpu_seconds']:.0f}" for run in runs)
     said = f"missed: {', '.join(missed)}" if missed else "reached"
-    return [*lines, "", f"processor seconds: {used}", f"the aims: {said}"]
+    return [
+        *lines,
+        "",
+        f"third questions of a conversation: {thirds}",
+        f"processor seconds: {used}",
+        f"the aims: {said}",
+    ]
 
 
 if __name__ == "__main__":
