@@ -30,6 +30,7 @@ NO_FIGURES = {
     "optimizers": "paths on given functions, taken while it is drawn",
     "step_bf16": "which tensor has which format",
     "step_fp8": "which tensor has which format",
+    "talk": "what a model answered",
     "tensor": "who holds what, counted from the recipe",
     "years": "published sizes and data sheets",
 }
