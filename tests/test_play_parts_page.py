@@ -81,6 +81,36 @@ class Page:
         check_structure(self.browser)
 
 
+def test_prove(browser: observe_browser.Browser, play: Play) -> None:
+    page = Page(browser, play, "prove/dp=2")
+    page.wait("document.querySelector('.where')?.textContent === 'start'")
+    page.give("Collective", "all_gather")
+    page.give("Algorithm", "ring")
+    page.wait("document.querySelector('.player h2')?.textContent.startsWith('all_gather \\'ring')")
+    assert page.text(".numbers").splitlines()[1].split() == ["rank", "0", "10", "·", "·", "·"]
+    page.all("document.querySelector('.next').focus()")
+    page.key("ArrowRight")
+    assert page.text(".where") == "round 1 of 3"
+    assert page.text(".numbers").splitlines()[2].split() == ["rank", "1", "10", "21", "·", "·"]
+    page.give("Ranks", 99)
+    page.wait("document.querySelector('.alarm')?.textContent.includes('ranks: 1 to 32')")
+    browser.errors.clear()  # the refusal's status
+    page.give("Steps", 1)
+    page.press("Prove")
+    page.wait("document.querySelector('.verdict')")
+    assert page.text(".verdict") == "dp=2 computes the same as one process."
+    assert page.all("document.querySelectorAll('.prove tbody tr').length") == 4
+    page.check()
+    page.browser.open(
+        f"{play.url}#prove/{HOSTILE.strip().replace('/', '%2F').replace('<', '%3Cb%3E%3C')}", 390
+    )
+    page.wait("document.querySelector('.where')?.textContent")
+    page.press("Prove")
+    page.wait("document.getElementById('told').textContent")
+    browser.errors.clear()
+    page.check()
+
+
 def test_talk(browser: observe_browser.Browser, play: Play) -> None:
     page = Page(browser, play, "talk")
     page.wait(READY)

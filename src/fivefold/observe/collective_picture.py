@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from fivefold.draw.canvas import Canvas
-from fivefold.observe.player import ARROWS, Frame, Player
+from fivefold.observe.format import aligned
+from fivefold.observe.player import ARROWS, MOST_RANKS, Frame, Player
 from fivefold.schedules.collectives import Collective, prove
 from fivefold.schedules.collectives.collective import Round, State, ranges
 
@@ -123,14 +124,32 @@ def to_svg(collective: Collective, title: str = "") -> str:
     return canvas.svg()
 
 
+def values(collective: Collective, state: State) -> str:
+    """The numbers of the first chunks on every rank: rank r contributes 10 (r + 1) + c to chunk c. Lines of a table."""
+    chunks = range(min(MOST_CELLS, collective.chunks))
+
+    def number(row: dict[int, tuple[int, int]], chunk: int) -> str:
+        bits = row[chunk][0] if chunk in row else 0
+        return (
+            str(sum(10 * (r + 1) + chunk for r in range(collective.ranks) if bits >> r & 1)) if bits else "·"
+        )
+
+    names = [f"rank {r}" if r < collective.ranks else "switch" for r in range(min(MOST_RANKS, len(state)))]
+    rows = [[name, *(number(row, c) for c in chunks)] for name, row in zip(names, state, strict=False)]
+    return "\n".join(aligned([["chunk", *map(str, chunks)], *rows], (0,)))
+
+
 def player(collective: Collective, ends: list[str], note: str = "") -> Player:
     """The rounds of a page that steps through them. ends: the time after each round, as text. note: where these times
     come from."""
-    levels, last = shares(collective), len(collective.rounds)
-    frames = [Frame(levels[0], "start", "what every rank begins with")]
-    for number, (moves, after, end) in enumerate(zip(collective.rounds, levels[1:], ends, strict=True), 1):
+    states, last = prove(collective), len(collective.rounds)
+    levels, numbers = shares(collective, states), [values(collective, state) for state in states]
+    frames = [Frame(levels[0], "start", "what every rank begins with", values=numbers[0])]
+    rounds = zip(collective.rounds, levels[1:], ends, numbers[1:], strict=True)
+    for number, (moves, after, end, text) in enumerate(rounds, 1):
         pairs = list(dict.fromkeys((move.source, move.target, move.reduce) for move in moves))
         title = f"round {number} of {last}" + f", {end}" * bool(end)
-        frames.append(Frame(after, title, "   ".join(words(moves)), pairs))
+        frames.append(Frame(after, title, "   ".join(words(moves)), pairs, values=text))
     about = f"A rank's cells are its chunks, filled by the share of contributions that they contain. {ARROWS}"
+    about += " As numbers: rank r begins with 10 (r + 1) + c in chunk c."
     return Player(head(collective), f"{note} {about}".strip(), frames)

@@ -28,7 +28,8 @@ MOST_RANKS = 32  # that are shown; circles of more would overlap
 @dataclass(frozen=True)
 class Frame:
     """cells: by rank, the share of each cell that is filled, 0..1. title: which frame it is. words: what happens.
-    moves: what is sent. now: by rank, what it computes, in a few letters. at: the time, if there is a timeline."""
+    moves: what is sent. now: by rank, what it computes, in a few letters. at: the time, if there is a timeline. values:
+    the numbers that the ranks have, as lines of text."""
 
     cells: Sequence[Sequence[float]]
     title: str
@@ -36,6 +37,7 @@ class Frame:
     moves: Sequence[Move] = ()
     now: Sequence[str] = ()
     at: float = 0.0
+    values: str = ""
 
 
 @dataclass(frozen=True)
@@ -55,20 +57,24 @@ class Player:
 
 def page(title: str, kicker: str, players: Sequence[Player]) -> str:
     """The page, with one player under the other."""
-    body = header(kicker, title, "Play runs it; the arrow keys step.")
-    for player in map(drawn, players):
-        facts = asdict(player) | {"name": "", "words": ""}
-        data = json.dumps(facts).replace("<", "\\u003c")
-        name = escape(player.name)
-        body += f"""<main class="player"><h2>{name}</h2><p class="lead">{escape(player.words)}</p>
+    body = header(kicker, title, "Play runs it; the arrow keys step.") + "".join(map(part, players))
+    return document(title, body, asset("report.css") + asset("player.css"), asset("player.js"))
+
+
+def part(player: Player) -> str:
+    """The player as HTML, for page/player.js. What is foreign in it is escaped."""
+    player = drawn(player)
+    data = json.dumps(asdict(player) | {"name": "", "words": ""}).replace("<", "\\u003c")
+    name = escape(player.name)
+    return f"""<main class="player"><h2>{name}</h2><p class="lead">{escape(player.words)}</p>
 <div class="steps"><button class="back" aria-label="step back">‹</button>
 <button class="next" aria-label="step on">›</button><button class="play">Play</button>
 <input class="at" type="range" min="0" max="{len(player.frames) - 1}" value="0" aria-label="frame">
 <span class="where"></span></div><p class="moves"></p>
+<pre class="numbers" tabindex="0"></pre>
 <svg class="stage" viewBox="0 0 640 640" role="img" aria-label="{name}"></svg>
 <script type="application/json" class="data">{data}</script></main>
 """
-    return document(title, body, asset("report.css") + asset("player.css"), asset("player.js"))
 
 
 def drawn(player: Player) -> Player:

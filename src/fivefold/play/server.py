@@ -72,7 +72,9 @@ def make_app(folders: Sequence[Path], token: str, host: str = ADDRESS) -> Guard:
     there = {"parts": [{"name": part, "title": PARTS[part]} for part in modules]}
     files = {file.name: file.read_bytes() for file in (here / "page").iterdir() if file.suffix in TYPES}
     # The style of reports and of pictures, then the page's own
-    files["play.css"] = f"{asset('report.css')}\n{css()}\n{STYLE}\n".encode() + files["play.css"]
+    style = (asset("report.css"), asset("player.css"), css(), STYLE, "")
+    files["play.css"] = "\n".join(style).encode() + files["play.css"]
+    files["player.js"] = f"{asset('player.js')}export {{ player }};\n".encode()
 
     def file(name: str) -> Response:
         if name not in files:

@@ -125,9 +125,9 @@ def _changes(given: Params) -> tuple[list[str], str | None]:
     return sets, layout
 
 
-def start(state: State, given: Params) -> dict[str, Any]:
-    """Lets a run wait for its turn, which comes at once if nothing runs. given: recipe, the name of a shipped one or of
-    a run; set: texts; layout. Returns {run, command}."""
+def chosen(state: State, given: Params) -> tuple[list[str], str]:
+    """(the words after a command, a name for its folder). given: recipe, the name of a shipped one or of a run; set:
+    texts; layout. Raises UserError: it is not valid, or reaches beyond the page's folders."""
     name, (sets, layout) = given.get("recipe"), _changes(given)
     if isinstance(name, str) and name in shipped():
         recipe, stem = name, name
@@ -139,8 +139,15 @@ def start(state: State, given: Params) -> dict[str, Any]:
             f"recipe: '{name}' is no shipped recipe and no run{did_you_mean(str(name), shipped())}"
         )
     _require_within(state, load(recipe, sets, layout))
+    return [recipe, *_options(sets, layout)], stem
+
+
+def start(state: State, given: Params) -> dict[str, Any]:
+    """Lets a run wait for its turn, which comes at once if nothing runs. given: as for `chosen`. Returns {run,
+    command}."""
+    asked, stem = chosen(state, given)
     run = numbered_folder(state.home, stem)
-    words = ["train", recipe, *_options(sets, layout), "--out", str(run)]
+    words = ["train", *asked, "--out", str(run)]
     state.jobs.add(words, run)
     return {"run": printable(str(run)), "command": command(words)}
 

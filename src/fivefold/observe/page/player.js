@@ -63,6 +63,7 @@ function player(root) {
     timeline(data.rows, frame.at);
     find("where").textContent = frame.title;
     find("moves").textContent = frame.words;
+    find("numbers").textContent = frame.values;
   }
   function step(by) {
     range.value = Number(range.value) + by;
@@ -88,7 +89,7 @@ document.addEventListener("keydown", (event) => {
   if (event.altKey || event.ctrlKey || event.metaKey) return; // the browser's own keys
   // the one that has the focus, or the first; a slider has its own keys
   const one = players.find((each) => each.root.contains(event.target)) || players[0];
-  if (event.target === one.range) return;
+  if (!one || event.target === one.range) return;
   if (event.key === "ArrowLeft") one.step(-1);
   if (event.key === "ArrowRight") one.step(1);
 });

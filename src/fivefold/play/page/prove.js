@@ -1,0 +1,61 @@
+// Prove: a layout against one process, and a collective round by round.
+import { button, copyable, el, field, table, tell } from "./kit.js";
+import { player } from "./player.js";
+
+const NAMES = { loss: "Loss", gradients: "Gradients", grad_norm: "Gradient norm", weights: "Weights" };
+const IS = { waits: "It waits for what runs.", runs: "It runs.", ended: "It has ended without a result." };
+
+export async function show(root, api) {
+  const [{ families }, { modes, collectives }] = await Promise.all([api.get("train/recipes"), api.get("prove/choices")]);
+  const [given, of = "quickstart", name] = api.place, options = (names) => names.map((one) => el("option", {}, one));
+  const recipe = el("select", {}, Object.entries(families).map(([family, names]) => el("optgroup", { label: family }, options(names))));
+  if (!Object.values(families).flat().includes(of)) recipe.prepend(el("option", {}, of));
+  recipe.value = of;
+  const layout = el("input", { value: given ?? "dp=2", size: 24, spellcheck: "false" }), mode = el("select", {}, options(modes));
+  const steps = el("input", { type: "number", value: 3, min: 1, max: 20 }), result = el("div");
+  root.append(el("h1", {}, "Prove"), el("section", {}, el("h2", {}, "A layout against one process"),
+    el("p", { class: "lead" }, "Both train a few steps on the same batches. Losses, every gradient and every weight must be equal up to rounding."),
+    el("div", { class: "row" }, field("Recipe", recipe), field("Layout", layout), field("Precision", mode), field("Steps", steps),
+      button("Prove", async () => {
+        const made = await api.post("prove/start", { recipe: recipe.value, layout: layout.value.trim(), mode: mode.value, steps: Number(steps.value) });
+        tell(made.command);
+        api.go("prove", layout.value.trim(), recipe.value, made.name);
+      }, { class: "main" })), result), stepper(api, collectives, options));
+  return name && api.events(["prove/watch", { name }], (found) => {
+    if (found.error) return tell(found.error, true);
+    const { report, said } = found, words = report && `${report.layout} ${report.passed ? "computes" : "does NOT compute"} the same as one process.`;
+    result.replaceChildren(el("p", { class: report ? `verdict ${report.passed ? "good" : "bad"}` : "lead", role: "status" }, words || IS[found.is]),
+      report ? table(["", "Difference", "Allowed", "", "Largest at"], Object.entries(NAMES).map(([key, title]) => [title, report[key].max_rel.toExponential(1),
+        report.tolerance[key].toExponential(1), report[key].passed ? "ok" : "WRONG", report[key].worst])) : el("pre", { tabindex: 0 }, said || "..."),
+      ...(report?.notes ?? []).map((note) => el("p", {}, `Note: ${note}`)),
+      report ? copyable(`fivefold verify ${of} --layout ${given} --steps ${report.steps} --mode ${report.mode}`, "The same in the terminal") : "");
+  });
+}
+
+/** A collective of one's choice, with the program of the offline pages. */
+function stepper(api, collectives, options) {
+  const primitive = el("select", { onchange: () => { algorithms(); draw(); } }, options(Object.keys(collectives)));
+  const algorithm = el("select", { onchange: () => draw() }), place = el("div");
+  const number = (value, more) => el("input", { type: "number", value, onchange: () => draw(), ...more });
+  const ranks = number(4, { min: 1, max: 32 }), local = number(0, { min: 0, max: 32 });
+  const algorithms = () => algorithm.replaceChildren(...options(Object.keys(collectives[primitive.value])));
+  async function draw() {
+    try {
+      const found = await api.get("prove/collective", { primitive: primitive.value, algorithm: algorithm.value, ranks: ranks.value, local: local.value });
+      const { body } = new DOMParser().parseFromString(found.player, "text/html"), box = el("div", { class: "player" });
+      box.append(...body.firstElementChild.childNodes);
+      place.replaceChildren(box);
+      const made = player(box);
+      box.addEventListener("keydown", (event) => {
+        const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+        if (by && event.target !== made.range && !event.target.matches(".numbers")) made.step(by);
+      });
+    } catch (error) { place.replaceChildren(el("p", { class: "alarm", role: "alert" }, error.message)); }
+  }
+  primitive.value = "all_reduce";
+  algorithms();
+  algorithm.value = "ring";
+  draw();
+  return el("section", {}, el("h2", {}, "A collective, round by round"), el("div", { class: "row" }, field("Collective", primitive),
+    field("Algorithm", algorithm), field("Ranks", ranks), field("Ranks of a node (0: all)", local)), place);
+}

@@ -1,0 +1,87 @@
+"""Prove: `fivefold verify` of a layout, as a job; and a collective, round by round, with its values."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from starlette.routing import Route
+
+from fivefold.errors import UserError
+from fivefold.files import own_word
+from fivefold.observe import player
+from fivefold.observe.collective_picture import player as of_collective
+from fivefold.play.state import Params, State, events, get, post
+from fivefold.play.train import chosen, command
+from fivefold.precision import PRECISIONS
+from fivefold.schedules.collectives import ALGORITHMS, algorithm, build, shape_of
+
+MOST_STEPS, MOST_RANKS, MOST_PIECES = 20, player.MOST_RANKS, 4
+NAME = re.compile(r"verify-[0-9a-f]+")
+
+
+def routes(state: State) -> list[Route]:
+    return [
+        post("/api/prove/start", lambda given: start(state, given)),
+        events("/api/prove/watch", lambda given: watched(state, str(given.get("name")))),
+        get("/api/prove/choices", lambda given: choices()),
+        get("/api/prove/collective", lambda given: {"player": collective(given)}),
+    ]
+
+
+def choices() -> dict[str, Any]:
+    """{modes, collectives: {primitive: {algorithm: when to use it}}}."""
+    found = {key: {name: made.when for name, made in known.items()} for key, known in ALGORITHMS.items()}
+    return {"modes": [*PRECISIONS], "collectives": found}
+
+
+def start(state: State, given: Params) -> dict[str, Any]:
+    """Lets a proof wait for its turn. given: as for `train.chosen`; steps, mode. Returns {name, command}."""
+    steps, mode = given.get("steps"), given.get("mode")
+    if type(steps) is not int or not 1 <= steps <= MOST_STEPS or mode not in [*PRECISIONS]:
+        raise UserError(f"steps: 1 to {MOST_STEPS}; mode: {', '.join(PRECISIONS)}")
+    words = ["verify", *chosen(state, given)[0], "--steps", str(steps), "--mode", mode]
+    run = state.home / f"verify-{own_word()}"
+    state.jobs.add([*words, "--json"], run)
+    return {"name": run.name, "command": command(words)}
+
+
+def watched(state: State, name: str) -> Iterator[Any]:
+    """What a proof does, whenever it changes: {is: waits, runs or ended; said; report: of `fivefold verify --json`, or
+    null}."""
+    run, last, quiet = state.home / name, None, 0
+    if not NAME.fullmatch(name) or not (state.jobs.folder / "waiting.json").exists():
+        raise UserError("there is no such proof")
+    while quiet < 2:  # between its wait and its start neither is seen for a moment
+        waits = any(job["run"] == str(run) for job in state.jobs.waiting())
+        runs = not waits and state.jobs.running() == run
+        quiet = 0 if waits or runs else quiet + 1
+        said, report = state.jobs.said(run), None
+        for line in said.splitlines():
+            with suppress(ValueError):
+                report = json.loads(line) if line.startswith('{"passed"') else report
+        found = {
+            "is": "waits" if waits else "ended" if quiet == 2 else "runs",
+            "said": said,
+            "report": report,
+        }
+        yield found if found != last else None
+        last = found
+
+
+def collective(given: Params) -> str:
+    """The player of a collective, as HTML for page/player.js. given: primitive, algorithm, ranks, local (ranks of a
+    node; 0: all)."""
+    numbers = [str(given.get(key)) for key in ("ranks", "local")]
+    if not all(re.fullmatch(r"\d{1,2}", text, re.ASCII) for text in numbers) or int(numbers[0]) > MOST_RANKS:
+        raise UserError(f"ranks: 1 to {MOST_RANKS}; local: 0, or the ranks of a node")
+    made = algorithm(str(given.get("primitive")), str(given.get("algorithm")))
+    ranks, local = map(int, numbers)
+    shape = shape_of(ranks, local, pieces=min(MOST_PIECES, max(made.pieces)))
+    built = build(made.primitive, made.name, shape)
+    return player.part(
+        of_collective(built, [""] * len(built.rounds), f"{made.when[:1].upper()}{made.when[1:]}.")
+    )
