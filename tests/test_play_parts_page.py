@@ -111,6 +111,28 @@ def test_prove(browser: observe_browser.Browser, play: Play) -> None:
     page.check()
 
 
+def test_text(browser: observe_browser.Browser, play: Play) -> None:
+    page = Page(browser, play, "text")
+    page.wait("document.querySelector('.sample')")
+    assert "609" not in page.text("h1")
+    words = json.dumps([[f"{HOSTILE}.txt", HOSTILE * 400], ["rows.csv", "text\n" + "a row of mine\n" * 400]])
+    page.all(f"""(() => {{
+      const moved = new DataTransfer();
+      for (const [name, text] of {words}) moved.items.add(new File([text], name));
+      document.querySelector('.drop').dispatchEvent(new DragEvent('drop', {{ dataTransfer: moved, bubbles: true }}));
+    }})()""")
+    page.wait("location.hash.includes('texts-1') && document.querySelector('.sample')")
+    assert page.all("[...document.querySelectorAll('.text dd')].map((e) => e.firstChild.textContent)")[
+        :2
+    ] == ["2", "401"]
+    assert HOSTILE.strip()[:20] in page.text(".sample pre")
+    page.check()
+    page.press("Train on this")
+    page.wait("[...document.querySelectorAll('textarea')].some((e) => e.value.startsWith('data.source=\"'))")
+    assert "texts-1" in page.all("document.querySelector('textarea').value")
+    page.check()
+
+
 def test_talk(browser: observe_browser.Browser, play: Play) -> None:
     page = Page(browser, play, "talk")
     page.wait(READY)

@@ -18,7 +18,7 @@ const address = (path, params = {}) => {
 export const get = (path, params) => answer(fetch(address(path, params)));
 
 export const post = (path, body = {}) =>
-  answer(fetch(address(path), { method: "POST", body: JSON.stringify(body) }));
+  answer(fetch(address(path), { method: "POST", body: body instanceof Blob ? body : JSON.stringify(body) }));
 
 /** Calls onMessage(value) for each event, {error} among them. path may be [path, params]. Returns a function that ends it. */
 export function events(path, onMessage) {

@@ -1,0 +1,126 @@
+"""Text: what a source of text holds, how long training on it takes, and files that are dropped on the page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from fivefold.data import facts
+from fivefold.data.kinds.kind import Fields
+from fivefold.data.one_source import prepare_source
+from fivefold.data.sources import FileSplit, Source, find
+from fivefold.errors import UserError, printable
+from fivefold.files import make_folder, numbered_folder, own_word, remove, rename, stream
+from fivefold.plan.cluster import measured
+from fivefold.plan.cluster.clusters import LOCAL, parse
+from fivefold.plan.predict import predict
+from fivefold.play.state import State, as_json, get
+from fivefold.recipe import Recipe, load
+from fivefold.recipe.messages import toml_value
+
+RECIPE, SHIPPED = "quickstart", "stdlib"
+"""What the text is looked at for, and the text that is there."""
+KINDS = (".txt", ".md", ".jsonl", ".parquet", ".csv")
+MOST_BYTES = 256 << 20
+"""Of a file that is dropped."""
+MOST_FILES, LONGEST_NAME = 1000, 80
+COUNTED = 32 << 20
+"""Bytes of a source that is tokenized to know its tokens. Those of a larger one are estimated."""
+SAMPLES, LONGEST = 3, 1500
+"""Documents that are shown, and characters of each."""
+
+
+def routes(state: State) -> list[Route]:
+    async def receive(request: Request) -> Response:
+        try:
+            return Response(as_json(await received(state, request)), media_type="application/json")
+        except UserError as error:
+            return Response(as_json({"error": str(error)}), 400, media_type="application/json")
+
+    return [
+        get("/api/text/about", lambda given: about(state, str(given.get("source", SHIPPED)))),
+        Route("/api/text/upload", receive, methods=["POST"]),
+    ]
+
+
+def about(state: State, name: str) -> dict[str, Any]:
+    """What a source holds: {facts: lines, set: the recipe's field, files, documents, tokens (null: not counted),
+    seconds (of one pass here; null: unknown), why (it is), samples: [[file, text]]}. Raises UserError: it lies outside
+    of the page's folders, or holds no text."""
+    source, field = found(state, name), f"data.source={toml_value(name)}"
+    recipe = load(RECIPE, [field])
+    answer: dict[str, Any] = {"set": field, "files": len(source.files), "documents": None, "tokens": None}
+    if source.size <= COUNTED:
+        info = prepare_source(recipe, None, None).info
+        answer |= {key: sum(info[key].values()) for key in ("documents", "tokens")}
+    files, fields = FileSplit(source.files), Fields(recipe.data.text_key)
+    if files.single:  # of which a piece is held out
+        answer["documents"] = 1
+    documents = islice(files.samples(fields, SAMPLES), SAMPLES)
+    samples = [[printable(source.files[one.file].name), printable(one.text[:LONGEST])] for one in documents]
+    try:
+        lines = facts.check(recipe)
+    except UserError as error:  # too little for a step, for example
+        lines = [f"{facts.WARNING}{error}"]
+    return answer | {"samples": samples, "facts": lines} | _pass(recipe, answer["tokens"])
+
+
+def found(state: State, name: str) -> Source:
+    """The files of a source. Raises UserError: one of them lies outside of the page's folders, behind all links."""
+    outside = UserError(
+        f"{printable(name)[:500]} lies outside of the page's folders: {', '.join(map(str, state.folders))}"
+    )
+    if name != SHIPPED and (
+        not name.isprintable() or re.match(r"\w+:", name) or not state.within(Path(name))
+    ):
+        raise outside
+    source = find(name)
+    if name != SHIPPED and not all(state.within(file.path) for file in source.files):
+        raise outside
+    return source
+
+
+def _pass(recipe: Recipe, tokens: int | None) -> dict[str, Any]:
+    """How long one pass over so many tokens takes, by the plan for this machine."""
+    if tokens is None:
+        return {"seconds": None, "why": "its tokens are counted when it is trained on"}
+    if measured.load() is None:
+        return {
+            "seconds": None,
+            "why": "this machine was not measured: fivefold bench hardware, or the part Machine",
+        }
+    return {"seconds": tokens / predict(recipe, parse(LOCAL)).tokens_per_s, "why": f"{RECIPE}, as planned"}
+
+
+async def received(state: State, request: Request) -> dict[str, str]:
+    """Writes a file that is sent. Of the address: name, which is cleaned; folder, one that was answered, or "" for a
+    new one. Returns {folder, source, name}. What is broken off leaves nothing."""
+    given: Mapping[str, str] = request.query_params
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", given.get("name", "")).lstrip("-.")
+    if not name.lower().endswith(KINDS):
+        raise UserError(f"'{name[-LONGEST_NAME:]}': only {', '.join(KINDS)}")
+    folder = given.get("folder", "")
+    home = state.jobs.folder / folder
+    if not folder:
+        make_folder(state.jobs.folder, mode=0o700)
+        home = numbered_folder(state.jobs.folder, "texts")
+    elif not re.fullmatch(r"texts-\d+", folder, re.ASCII) or not home.is_dir() or home.is_symlink():
+        raise UserError("there is no such folder of dropped files")
+    if (count := len([*home.iterdir()])) >= MOST_FILES:
+        raise UserError(f"at most {MOST_FILES:,} files at once; name their folder instead")
+    temporary = home / f".{own_word()}"
+    try:
+        with stream(temporary) as file:
+            async for piece in request.stream():
+                file.write(piece)
+        rename(temporary, target := home / f"{count + 1}-{name[-LONGEST_NAME:]}")
+    finally:
+        remove(temporary)
+    return {"folder": home.name, "source": str(home), "name": target.name}

@@ -1,0 +1,104 @@
+"""The part "Text" of the page: what a source holds, and what may be looked at and sent."""
+
+import http.client
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlencode
+
+import pytest
+from playing import Play, playing
+
+from fivefold.plan.cluster import measured
+from fivefold.plan.cluster.clusters import LOCAL, parse
+from fivefold.plan.predict import predict
+from fivefold.play import text
+from fivefold.recipe import load
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("text") / "runs"
+
+
+@pytest.fixture(scope="module")
+def play(folder: Path) -> Iterator[Play]:
+    with playing(folder) as play:
+        yield play
+
+
+def about(play: Play, source: object, code: int = 200) -> dict:
+    return play.get(f"text/about?{urlencode({'source': str(source)})}", code)
+
+
+def send(play: Play, name: str, content: bytes, folder: str = "", code: int = 200) -> dict:
+    path = f"/api/text/upload?{urlencode({'name': name, 'folder': folder})}"
+    status, _, answer = play.ask(path, "POST", content, Cookie=play.cookie, Origin=play.origin)
+    assert status == code, answer
+    return json.loads(answer)
+
+
+def test_dropped_files_are_text(play: Play, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = b"".join(json.dumps({"text": f"row {n} <b>bold</b> " * 9}).encode() + b"\n" for n in range(90))
+    made = send(play, "../../a b\u202e<img>/\x1b.JSONL", rows)
+    assert made["folder"] == "texts-1"
+    assert Path(made["source"]) == folder / ".play" / "texts-1"
+    assert made["name"] == "1-a-b-img-.JSONL"
+    assert send(play, ".md", b"# Title\n" * 300, "texts-1")["name"] == "2-md.md"
+    assert send(play, "x" * 300 + ".txt", b"more " * 300, "texts-1")["name"] == "3-" + "x" * 76 + ".txt"
+    found = about(play, made["source"])
+    assert (found["files"], found["documents"]) == (3, 92)
+    assert found["tokens"] > 500
+    assert [name for name, _ in found["samples"]] == ["1-a-b-img-.JSONL"] * 3
+    assert found["samples"][0][1] == "row 0 <b>bold</b> " * 9
+    assert load("quickstart", [found["set"]]).data.source == made["source"]
+    recipe = load("quickstart", [found["set"]])
+    if measured.load() is None:
+        assert "not measured" in found["why"]
+    else:
+        assert found["seconds"] == pytest.approx(found["tokens"] / predict(recipe, parse(LOCAL)).tokens_per_s)
+    monkeypatch.setattr(text, "COUNTED", 10)
+    found = about(play, made["source"])
+    assert (found["tokens"], found["seconds"]) == (None, None)
+    assert any("for training" in line for line in found["facts"])
+
+
+def test_what_is_not_taken(play: Play, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = send(play, "a.txt", b"a text " * 900)
+    for name in ("x.py", "x.txt.gz", "x.bin", "", ".txt/", "x", "x.tar"):
+        assert "only .txt" in send(play, name, b"x", made["folder"], 400)["error"]
+    for other in ("texts-99", "../texts-1", "..", "/tmp", ".", "texts-1/..", "texts-\u0661"):
+        assert "no such folder" in send(play, "a.txt", b"x", other, 400)["error"]
+    os.symlink("/tmp", folder / ".play" / "texts-77")
+    assert "no such folder" in send(play, "a.txt", b"x", "texts-77", 400)["error"]
+    there = {file.name for file in Path(made["source"]).iterdir()}
+    monkeypatch.setattr(play.app, "limits", {"/api/text/": 1000})
+    line = http.client.HTTPConnection("127.0.0.1", play.port, timeout=20)
+    path = f"/api/text/upload?{urlencode({'name': 'big.txt', 'folder': made['folder']})}"
+    line.request("POST", path, iter([b"y" * 900] * 4), {"Cookie": play.cookie, "Origin": play.origin})
+    assert line.getresponse().status == 413
+    line.close()
+    assert {file.name for file in Path(made["source"]).iterdir()} == there
+    monkeypatch.setattr(text, "MOST_FILES", 1)
+    assert "at most 1 files" in send(play, "b.txt", b"x", made["folder"], 400)["error"]
+    assert play.ask(path, "POST", b"x", Cookie=play.cookie)[0] == 403  # it does not come from the page
+
+
+def test_no_text_outside_of_the_folders(play: Play, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret.txt").write_text("a secret " * 2000)
+    mine = folder / "mine"
+    mine.mkdir(parents=True)
+    (mine / "a.txt").write_text("a text " * 2000)
+    os.symlink(tmp_path / "secret.txt", mine / "b.txt")
+    os.symlink(tmp_path, folder / "linked")
+    for source in (tmp_path, mine, folder / "linked", f"{folder}/*/../../*", "/etc", "~",
+                   "hf:org/name", "https://x.example/a.txt", f"tokens:{mine}", f"{mine}\0", f"{mine}\n", f"{folder}/../.."):  # fmt: skip
+        answer = about(play, source, 400)
+        assert "outside of the page's folders" in answer["error"], source
+    (mine / "b.txt").unlink()
+    assert about(play, mine)["documents"] == 1
+    assert "no such file" in about(play, folder / "none", 400)["error"]
+    (mine / "c.jsonl").write_text("no row\n")
+    assert "c.jsonl" in about(play, mine, 400)["error"]
+    assert about(play, "", 400)["error"]
