@@ -44,13 +44,13 @@ def test_dropped_files_are_text(play: Play, folder: Path, monkeypatch: pytest.Mo
     made = send(play, "../../a b\u202e<img>/\x1b.JSONL", rows)
     assert made["folder"] == "texts-1"
     assert Path(made["source"]) == folder / ".play" / "texts-1"
-    assert made["name"] == "1-a-b-img-.JSONL"
-    assert send(play, ".md", b"# Title\n" * 300, "texts-1")["name"] == "2-md.md"
+    assert made["name"] == "1-..-..-a-b-img-.JSONL"
+    assert send(play, ".md", b"# Title\n" * 300, "texts-1")["name"] == "2-.md"
     assert send(play, "x" * 300 + ".txt", b"more " * 300, "texts-1")["name"] == "3-" + "x" * 76 + ".txt"
     found = about(play, made["source"])
     assert (found["files"], found["documents"]) == (3, 92)
     assert found["tokens"] > 500
-    assert [name for name, _ in found["samples"]] == ["1-a-b-img-.JSONL"] * 3
+    assert [name for name, _ in found["samples"]] == [made["name"]] * 3
     assert found["samples"][0][1] == "row 0 <b>bold</b> " * 9
     assert load("quickstart", [found["set"]]).data.source == made["source"]
     recipe = load("quickstart", [found["set"]])
@@ -92,8 +92,17 @@ def test_no_text_outside_of_the_folders(play: Play, folder: Path, tmp_path: Path
     (mine / "a.txt").write_text("a text " * 2000)
     os.symlink(tmp_path / "secret.txt", mine / "b.txt")
     os.symlink(tmp_path, folder / "linked")
-    for source in (tmp_path, mine, folder / "linked", f"{folder}/*/../../*", "/etc", "~",
-                   "hf:org/name", "https://x.example/a.txt", f"tokens:{mine}", f"{mine}\0", f"{mine}\n", f"{folder}/../.."):  # fmt: skip
+    hostile = [
+        "/etc",
+        "~",
+        "hf:org/name",
+        "https://x.example/a.txt",
+        f"tokens:{mine}",
+        f"{mine}\0",
+        f"{mine}\n",
+    ]
+    links = [folder / "linked", f"{folder}/linked/*", f"{folder}/*/../../*", f"{folder}/../.."]
+    for source in (tmp_path, mine, *links, *hostile):
         answer = about(play, source, 400)
         assert "outside of the page's folders" in answer["error"], source
     (mine / "b.txt").unlink()

@@ -103,7 +103,7 @@ async def received(state: State, request: Request) -> dict[str, str]:
     """Writes a file that is sent. Of the address: name, which is cleaned; folder, one that was answered, or "" for a
     new one. Returns {folder, source, name}. What is broken off leaves nothing."""
     given: Mapping[str, str] = request.query_params
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", given.get("name", "")).lstrip("-.")
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", given.get("name", ""))
     if not name.lower().endswith(KINDS):
         raise UserError(f"'{name[-LONGEST_NAME:]}': only {', '.join(KINDS)}")
     folder = given.get("folder", "")

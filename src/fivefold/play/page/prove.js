@@ -39,9 +39,12 @@ function stepper(api, collectives, options) {
   const number = (value, more) => el("input", { type: "number", value, onchange: () => draw(), ...more });
   const ranks = number(4, { min: 1, max: 32 }), local = number(0, { min: 0, max: 32 });
   const algorithms = () => algorithm.replaceChildren(...options(Object.keys(collectives[primitive.value])));
+  let last = 0;
   async function draw() {
+    const turn = ++last;
     try {
       const found = await api.get("prove/collective", { primitive: primitive.value, algorithm: algorithm.value, ranks: ranks.value, local: local.value });
+      if (turn !== last) return; // something else was chosen meanwhile
       const { body } = new DOMParser().parseFromString(found.player, "text/html"), box = el("div", { class: "player" });
       box.append(...body.firstElementChild.childNodes);
       place.replaceChildren(box);
