@@ -155,6 +155,7 @@ def test_talk(browser: observe_browser.Browser, play: Play) -> None:
         page.all("[...document.querySelectorAll('.token')].findIndex((e) => e.classList.contains('on'))") == 1
     )
     assert page.all("document.querySelectorAll('.detail meter').length") >= 5
+    page.give("Temperature", 0)
     page.give("Tokens", 10_000)
     page.press("Continue")
     page.wait("document.querySelectorAll('.token').length > 5")
