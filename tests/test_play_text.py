@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlencode
 
 import pytest
@@ -28,11 +29,11 @@ def play(folder: Path) -> Iterator[Play]:
         yield play
 
 
-def about(play: Play, source: object, code: int = 200) -> dict:
+def about(play: Play, source: object, code: int = 200) -> dict[str, Any]:
     return play.get(f"text/about?{urlencode({'source': str(source)})}", code)
 
 
-def send(play: Play, name: str, content: bytes, folder: str = "", code: int = 200) -> dict:
+def send(play: Play, name: str, content: bytes, folder: str = "", code: int = 200) -> dict[str, Any]:
     path = f"/api/text/upload?{urlencode({'name': name, 'folder': folder})}"
     status, _, answer = play.ask(path, "POST", content, Cookie=play.cookie, Origin=play.origin)
     assert status == code, answer

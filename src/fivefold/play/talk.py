@@ -194,7 +194,7 @@ def main() -> None:
                 if not waiting.empty():
                     last = {"end": "stopped"}
                     break
-        except (UserError, CheckFailed) as error:
+        except (UserError, CheckFailed, OSError) as error:  # a checkpoint may just have been removed
             last = {"end": "error", "error": str(error)}
         print(json.dumps({"id": question["id"]} | last), file=out, flush=True)
 
