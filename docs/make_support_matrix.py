@@ -42,7 +42,7 @@ BASE = [
 ]  # fmt: skip
 """Sizes that every option divides, and the precision of a test that names none."""
 EXPERTS = ["model.experts=8", "model.experts_per_token=2", "model.expert_ffn_dim=128"]
-SIZES: dict[str, list[str]] = dict.fromkeys(("moe", "qwen3_moe", "deepseek"), EXPERTS)
+SIZES: dict[str, list[str]] = dict.fromkeys(("moe", "qwen3_moe", "deepseek", "gpt_oss"), EXPERTS)
 """Of architectures that need more."""
 PROVEN, ACCEPTED = "**yes**", "yes"
 

@@ -29,6 +29,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_value_dim": 5,
         "norm_eps": 0.1,
     },
+    "gemma2": {"sliding_window": 6, "full_every": 2, "score_cap": 2.0, "logit_cap": 3.0, "score_width": 5},
+    "gpt_oss": {
+        "sliding_window": 6,
+        "full_every": 2,
+        "experts": 4,
+        "experts_per_token": 2,
+        "expert_ffn_dim": 16,
+        "aux_loss_weight": 0.0,
+        "rope_factor": 4.0,
+        "rope_scaling": "yarn",
+        "rope_truncate": False,
+        "rope_high": 32.0,
+        "rope_context": 16,
+    },
 }
 """Fields of `[model]` besides sizes. Heads are at least 8 wide. norm_eps: the norm of a head of linear attention
 amplifies rounding where the state answers with little."""
@@ -36,7 +50,10 @@ amplifies rounding where the state answers with little."""
 
 def overrides(arch: str) -> list[str]:
     """A family as a recipe's settings."""
-    return [f"model.arch={arch}", *(f"model.{name}={value}" for name, value in FAMILIES[arch].items())]
+    return [
+        f"model.arch={arch}",
+        *(f"model.{name}={str(value).lower()}" for name, value in FAMILIES[arch].items()),
+    ]
 
 
 def small(arch: str, **fields: Any) -> ModelSection:

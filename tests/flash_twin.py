@@ -10,8 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from fivefold.kernels import blockwise_attention, fused_attention, partial_attention
-from fivefold.parallel import context
+from fivefold.kernels import blockwise_attention, partial_attention
 
 calls: list[tuple[int, int]] = []
 """Sequences and tokens of the queries of each call, forward and backward."""
@@ -106,6 +105,6 @@ def on_cpu() -> Iterator[list[tuple[int, int]]]:
     """Attention takes the operators. Yields `calls`."""
     calls.clear()
     with ExitStack() as stack:
-        for module in (blockwise_attention, partial_attention, fused_attention, context):
+        for module in (blockwise_attention, partial_attention):
             stack.enter_context(patch.object(module, "has_flash", lambda *_: True))
         yield calls

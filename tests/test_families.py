@@ -1,22 +1,29 @@
 """Families that differ from others by few options: on every axis as on one process, planned as traced and sent."""
 
+import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from families import FAMILIES, overrides, small
 from layouts import tiny
 from marks import only
 from ranks import run_ranks
+from safetensors.torch import load_file, save_file
 from steps import counted, planned, recipe_of
 from test_layouts import passes
 
+from fivefold.checkpoint.source import export_run, import_folder
 from fivefold.errors import UserError
 from fivefold.kernels.blockwise_attention import Documents
+from fivefold.kernels.cross_entropy import drawn
+from fivefold.kernels.matmul import linear_cross_entropy
 from fivefold.kernels.tiling import Sample, Tiling, max_pairs, max_scores
-from fivefold.models.card import card_of, flops_per_token
-from fivefold.models.hf import from_hf_config, hf_config
+from fivefold.models.base import build
+from fivefold.models.card import active_parameters, card_of, flops_per_token
+from fivefold.models.hf import from_hf_config, held, hf_config, made_from_hf, to_hf
 from fivefold.models.rules import model_rules
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.messages import volume
@@ -176,6 +183,167 @@ def test_patterns_of_windows_are_read_or_refused(kinds: list[str], said: str) ->
     config = {"model_type": "olmo3", "num_hidden_layers": 8, "layer_types": kinds, **sizes}
     with pytest.raises(UserError, match=said):
         from_hf_config(config)
+
+
+def test_published_configurations_are_read() -> None:
+    """gpt-oss-20b's and Gemma 2 27B's, with the keys of older versions."""
+    kinds = ["sliding_attention", "full_attention"] * 12
+    gpt = from_hf_config(
+        {
+            "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
+            "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+            "num_local_experts": 32, "num_experts_per_tok": 4, "experts_per_token": 4, "sliding_window": 128,
+            "layer_types": kinds, "attention_bias": True, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+            "rope_theta": 150000, "router_aux_loss_coef": 0.9, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+            "max_position_embeddings": 131072, "initial_context_length": 4096,
+            "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                             "original_max_position_embeddings": 4096, "truncate": False},
+            "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+        }
+    )  # fmt: skip
+    assert (gpt.full_every, gpt.sliding_window, gpt.rope_truncate, gpt.rope_mscale) == (2, 128, False, 1.0)
+    assert (gpt.rope_theta, gpt.rope_factor, gpt.experts, gpt.expert_ffn_dim) == (150000.0, 32.0, 32, 2880)
+    assert card_of(gpt).count == pytest.approx(20.9e9, rel=0.005)
+    assert active_parameters(gpt) == pytest.approx(3.6e9 + 201088 * 2880, rel=0.01), (
+        "the paper leaves embeddings out"
+    )
+    gemma = from_hf_config(
+        {
+            "model_type": "gemma2", "vocab_size": 256000, "hidden_size": 4608, "intermediate_size": 36864,
+            "num_hidden_layers": 46, "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128,
+            "query_pre_attn_scalar": 144, "attn_logit_softcapping": 50.0, "sliding_window": 4096,
+            "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+        }
+    )  # fmt: skip
+    assert (gemma.score_cap, gemma.logit_cap, gemma.score_width, gemma.full_every) == (50.0, 30.0, 144, 2)
+    assert card_of(gemma).count == pytest.approx(27.2e9, rel=0.005)
+    assert from_hf_config(hf_config(gemma)) == gemma
+
+
+def packed(E: int, R: int, C: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks and scales of random MXFP4, (E, R, C / 32, 16) and (E, R, C / 32)."""
+    return torch.randint(0, 256, (E, R, C // 32, 16), dtype=torch.uint8), torch.randint(
+        117, 124, (E, R, C // 32), dtype=torch.uint8
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_mxfp4_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
+    """As transformers reads it; it is exported as plain weights, the same bits."""
+    reference = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
+    fields = {
+        "layers": 2,
+        "dim": 64,
+        "heads": 4,
+        "vocab_size": 64,
+        "seq_len": 16,
+        "ffn_dim": 32,
+        "expert_ffn_dim": 32,
+    }
+    model = resolve_model(small("gpt_oss", **fields), vocab_size=64)
+    plain = {n: t.to(dtype) for n, t in to_hf(build(model, device="cpu").state_dict(), model).items()}
+    stored = dict(plain)
+    for name in [name for name in plain if name.endswith("_proj") and ".experts." in name]:
+        E, C, R = stored.pop(name).shape
+        blocks, scales = packed(E, R, C)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        plain[name] = reference(blocks, scales, dtype=dtype)
+    source = tmp_path / "theirs"
+    source.mkdir()
+    save_file(stored, source / "model.safetensors")
+    config = hf_config(model) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (source / "config.json").write_text(json.dumps(config))
+    run = import_folder(source, tmp_path / "run")
+    exported = export_run(run, tmp_path / "ours")
+    found = load_file(exported / "model.safetensors")
+    assert found.keys() == plain.keys()
+    for name, tensor in plain.items():
+        assert found[name].dtype == dtype
+        assert torch.equal(found[name], tensor), name
+    assert "quantization_config" not in json.loads((exported / "config.json").read_text())
+    whole = made_from_hf(held(stored), model)["blocks.1.mlp.experts.gate_up"]
+    assert torch.equal(whole.read((1, 3)), whole.read()[1:3]), "experts are read one by one"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"gate_up_proj_scales": None}, "gate_up_proj is missing"),
+        (
+            {"gate_up_proj_scales": torch.zeros(4, 64, 1, dtype=torch.uint8)},
+            "allowed: uint8, with a scale for each 32",
+        ),
+        ({"gate_up_proj_blocks": torch.zeros(4, 64, 2, 16)}, "_blocks has dtype float32 and shape"),
+    ],
+)
+def test_broken_mxfp4_is_named(change: dict, said: str) -> None:
+    fields = {
+        "layers": 1,
+        "dim": 64,
+        "heads": 4,
+        "vocab_size": 64,
+        "seq_len": 16,
+        "ffn_dim": 32,
+        "expert_ffn_dim": 32,
+    }
+    model = resolve_model(small("gpt_oss", **fields), vocab_size=64)
+    stored, prefix = to_hf(build(model, device="cpu").state_dict(), model), "model.layers.0.mlp.experts."
+    del stored[f"{prefix}gate_up_proj"]
+    whole = dict(zip(("gate_up_proj_blocks", "gate_up_proj_scales"), packed(4, 64, 64), strict=True)) | change
+    stored |= {prefix + name: tensor for name, tensor in whole.items() if tensor is not None}
+    with pytest.raises(UserError, match=said):
+        made_from_hf(held(stored), model)
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_the_loss_of_capped_logits(draws: bool) -> None:
+    """In chunks: values and gradients of the plain formula, in fp64, with z-loss; of drawn labels, too."""
+    torch.manual_seed(0)
+    x, weight = (torch.randn(n, 8).requires_grad_() for n in (600, 40))
+    targets = torch.randint(-1, 40, (600,))
+    key, z, cap = ((1, 2) if draws else None), 0.0 if draws else 0.1, 1.5
+    loss = linear_cross_entropy(x, weight, targets, None, z, key, cap)
+    exact_x, exact_weight = (t.detach().double().requires_grad_() for t in (x, weight))
+    logits = cap * (exact_x @ exact_weight.T / cap).tanh()
+    labels = targets if key is None else targets.where(targets < 0, drawn(logits.float(), targets, key)[1])
+    each = torch.nn.functional.cross_entropy(logits, labels.clamp(min=0), reduction="none")
+    wanted = ((each + z * logits.logsumexp(1).square()) * (labels >= 0)).sum() / (labels >= 0).sum()
+    loss.backward()
+    wanted.backward()
+    pairs = [(loss, wanted), (x.grad, exact_x.grad), (weight.grad, exact_weight.grad)]
+    for got, expected in pairs:
+        assert got is not None
+        assert expected is not None
+        assert (got - expected).abs().max() < 2e-6 * expected.abs().max()
+
+
+@only("dp=2,ep=2")
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=2,ep=2",
+        "dp=2,tp=2,ep=2",
+        "dp=2,tp=2,ep=2,sp=true,zero=3",
+        "pp=2,dp=2,ep=2,expert_chunks=2",
+        "dp=2,tp=2,ep=4,sp=true,ep_fold=true",
+    ],
+)
+def test_experts_with_biases_over_ranks(room: Path, layout: str) -> None:
+    passes(room, layout, *overrides("gpt_oss"), "model.kv_heads=2", "model.init_std=0.2")
+
+
+def test_dropped_tokens_have_no_bias() -> None:
+    model = resolve_model(small("gpt_oss", dim=32, layers=1, capacity_factor=0.25), vocab_size=64)
+    mixture = build(model, device="cpu").blocks["0"].mlp.train()
+    with torch.no_grad():
+        for name in ("gate_up", "down"):
+            getattr(mixture.experts, name).zero_()
+        mixture.down_bias.fill_(1.0)
+        y_BTD = mixture(torch.randn(1, 16, 32))
+    kept = int(mixture.capacity(16) * mixture.count)
+    assert 0 < kept < 32
+    assert float(y_BTD[..., 0].sum()) < kept, "each kept row adds a weight below 1"
+    assert (y_BTD == 0).any(), "a token without experts"
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(cp=4), Layout(cp=4, cp_method="all_gather")], ids=str)

@@ -4,6 +4,7 @@
 """
 
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 from layouts import compared, tiny
@@ -71,7 +72,7 @@ def room(tmp_path_factory) -> Path:
 def passes(room: Path, layout: str, *overrides: str, mode: str = "fp32") -> None:
     model = "moe" if "ep=" in layout else "dense"
     recipe = tiny(room, layout, *overrides, mode=mode)
-    report = compared(recipe, folder=room / "-".join((model, mode, *overrides)))
+    report = compared(recipe, folder=room / f"{model}-{mode}-{crc32(repr(overrides).encode()):x}")
     assert report.ranks == Layout.from_recipe(recipe.layout).ranks
     assert report.passed, report
 

@@ -56,10 +56,19 @@ MODELS = {
     "gpt2-untied": ModelSection(arch="gpt2", ffn_dim=72, tie_embeddings=False, **SMALL),
     "bert": ModelSection(arch="bert", **SMALL),
     "bert-untied": ModelSection(arch="bert", ffn_dim=72, tie_embeddings=False, **SMALL),
-    **{arch: small(arch, ffn_dim=72, **SMALL) for arch in FAMILIES if "experts" not in FAMILIES[arch]},
+    **{
+        arch: small(arch, ffn_dim=fields.get("expert_ffn_dim", 72), **SMALL)
+        for arch, fields in FAMILIES.items()
+        if "linear_key_heads" not in fields  # test_qwen3_next.py
+    },
     "mistral-full": ModelSection(arch="mistral", **SMALL),
     "gemma3-linear": small("gemma3", rope_factor=4.0, rope_scaling="linear", tie_embeddings=False, **SMALL),
     "glm4-biased": small("glm4", attention_bias=True, head_dim=10, **SMALL),
+    "gemma3-scaled-scores": small("gemma3", score_width=21, **SMALL),
+    "gemma2-uncapped": ModelSection(arch="gemma2", head_dim=10, sliding_window=3, **SMALL),
+    "llama-yarn-exact": ModelSection(
+        arch="llama", rope_factor=6.0, rope_scaling="yarn", rope_context=16, rope_truncate=False, **SMALL
+    ),
     "phi3-whole-heads": ModelSection(arch="phi3", sliding_window=3, **SMALL),
 }
 

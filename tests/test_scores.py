@@ -160,13 +160,16 @@ def test_flash_attention_of_ranks_equals_one_process(method, setting, documents)
         assert all(difference < 8e-6 * size for difference, size in pairs)
 
 
-@pytest.mark.parametrize("setting", ["soft_cap"])
-def test_flash_attention_refuses_what_it_lacks(setting):
-    qkv, _, scores = inputs(setting)
-    there = qkv.detach().to("meta", torch.bfloat16)
-    for documents in (None, Documents(FIRST, "meta")):
-        with pytest.raises(UserError, match=f"attention with {setting}.*: not supported by flash attention"):
-            fused_attention(there, H, K, None, None, True, False, documents, scores)
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("setting", ["soft_cap", "all"])
+def test_a_cap_is_computed_by_tiles_where_flash_attention_is(setting, documents, monkeypatch):
+    monkeypatch.setattr(native, "usable", lambda *_: False)
+    qkv, dout, scores = inputs(setting)
+    with flash_twin.on_cpu() as calls:
+        of = Documents(FIRST) if documents else None
+        got = fused_attention(qkv, H, K, None, None, True, False, of, scores)
+        compare(got, qkv, dout, scores, FIRST if documents else 0 * FIRST)
+    assert calls == []
 
 
 def test_a_window_needs_causal_attention():

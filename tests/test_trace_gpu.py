@@ -339,9 +339,9 @@ def attention(recipe: Recipe) -> set[str]:
     size = DTYPES[PRECISIONS[chosen(recipe.precision.mode, fast_bf16=True)].working].bytes
     some = layout.cp > 1 and layout.cp_method != "ulysses"
     windows = [card_of(model).window(number) for number in range(model.layers)]
-    if some and layout.cp_method == "ring" and all(windows):
+    if model.score_cap or (some and layout.cp_method == "ring" and all(windows)):
         return set()
-    if some and size == 2 and model.head_width % 8 == 0:
+    if (some or card_of(model).sinks) and size == 2 and model.head_width % 8 == 0:
         return set(INSIDE.values())
     if recipe.data.document_masks and not some and size == 2 and model.head_width % 8 == 0:
         kernel = VARLEN

@@ -60,7 +60,7 @@ class Scores(NamedTuple):
 
 
 PLAIN = Scores()
-NOT_CAUSAL, NO_CAP = "models that are not causal", "flash attention on GPUs; precision.mode = fp32 has it"
+NOT_CAUSAL = "models that are not causal"
 
 
 class Tile(NamedTuple):
@@ -147,10 +147,13 @@ class Documents:
             self._tiles[asked] = tiles
         return self._tiles[asked]
 
-    def shared(self, queries: Columns, keys: Columns, causal: bool, like: Tensor, window: int = 0) -> Shared:
-        """What the kernel for queries like these computes at these columns. Causal: as in `Tiling.pairs`. window: with
-        flash attention, the last query sees the last key."""
-        if not has_flash(like) or torch.version.hip:  # AMD's masks and writes the lse in another way
+    def shared(
+        self, queries: Columns, keys: Columns, causal: bool, like: Tensor, scores: Scores = PLAIN
+    ) -> Shared:
+        """What the kernel for queries like these computes at these columns. Causal: as in `Tiling.pairs`. scores: a
+        window, a cap. With flash attention and a window, the last query sees the last key."""
+        window = scores.window
+        if scores.soft_cap or not has_flash(like) or torch.version.hip:  # AMD's masks, and its lse is another
             return self.tiles(queries, keys, causal, like.element_size(), window)
         if (asked := (queries, keys)) not in self._lengths:
             found_2n = joined_lengths(np.stack([self.tiling.lengths(queries), self.tiling.lengths(keys)]))

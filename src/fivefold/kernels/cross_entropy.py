@@ -43,6 +43,17 @@ def drawn(logits: Tensor, tokens: Tensor, key: Keys, first: int = 0) -> tuple[Te
     return best, labels
 
 
+def cap_(logits: Tensor, cap: float) -> Tensor | None:
+    """cap * tanh(logits / cap) in place of the logits (Gemma 2, arXiv 2408.00118). Returns the derivative; None if
+    there is no cap (0)."""
+    if not cap:
+        return None
+    logits.div_(cap).tanh_()
+    slope = torch.addcmul(logits.new_ones(()), logits, logits, value=-1)
+    logits.mul_(cap)
+    return slope
+
+
 def add_z_gradient(
     gradient: Tensor, index: Tensor, here: Tensor, lse: Tensor, scale: Tensor, z_loss: float
 ) -> Tensor:

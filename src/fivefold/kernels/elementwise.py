@@ -168,6 +168,37 @@ class _Gated(Function):
         return (grads[0] * factor).to(x.dtype), (grads[0] * x * slope).to(gate.dtype), None
 
 
+def clamped_swiglu(gate_up: Tensor, gain: float, limit: float) -> Tensor:
+    """gate * sigmoid(gain * gate) * (up + 1), of a gate up to `limit` and up within +-`limit` (gpt-oss, arXiv
+    2508.10925). gate_up (..., 2F): as in `swiglu`. Returns (..., F)."""
+    return _ClampedSwiGLU.apply(gate_up, gain, limit)
+
+
+class _ClampedSwiGLU(Function):
+    """Keeps its input alone."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, gain: float, limit: float) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        ctx.gain, ctx.limit = gain, limit
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate = gate.clamp(max=limit)
+        return (gate * gain).sigmoid_().mul_(gate).mul_(up.clamp(-limit, limit).add_(1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        (gate_up,), gain, limit = ctx.saved_tensors, ctx.gain, ctx.limit
+        dgate_up = torch.empty_like(gate_up)
+        (raw_gate, raw_up), (dgate, dup) = (x.chunk(2, dim=-1) for x in (gate_up, dgate_up))
+        gate = raw_gate.clamp(max=limit)
+        share = (gate * gain).sigmoid_()
+        dup.copy_((grads[0] * share).mul_(gate).mul_(raw_up.abs() <= limit))
+        slope = (1 - share).mul_(gate).mul_(gain).add_(1).mul_(share).mul_(raw_gate <= limit)
+        dgate.copy_(slope.mul_(raw_up.clamp(-limit, limit).add_(1)).mul_(grads[0]))
+        return dgate_up, None, None
+
+
 def gelu(x: Tensor, approximate: Literal["tanh", "none"]) -> Tensor:
     """GELU (arXiv 1606.08415), by its tanh form or exact."""
     if native.usable(x):

@@ -8,22 +8,25 @@ Legend: B batch, T sequence, t = T/c tokens of a rank, H query heads, K key-valu
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.library import custom_op
 
 from fivefold.kernels.blockwise_attention import (
-    NO_CAP,
     NOT_CAUSAL,
     PLAIN,
     Documents,
     Scores,
     Shared,
-    has_flash,
+    numbered,
     one_document,
     qkv_attention,
 )
@@ -48,14 +51,9 @@ def fused_attention(
     documents: Documents | None = None,
     scores: Scores = PLAIN,
 ) -> Tensor:
-    """`qkv_attention`, with a cap or a sink by tiles or by flash attention, where these are. Raises UserError: the
-    kernel has not all of `scores`."""
+    """`qkv_attention`, with a cap or a sink by tiles or by flash attention."""
     if scores.soft_cap or scores.sink is not None:
-        flash = has_flash(qkv, qkv.shape[2] // (heads + 2 * kv_heads))
-        if flash:
-            scores.refuse(NO_CAP, ["soft_cap"])
-        if flash or qkv.device.type == "cpu":
-            return attended(qkv, cos, sin, OneRank(heads, kv_heads, causal), Sees(documents, scores))
+        return attended(qkv, cos, sin, OneRank(heads, kv_heads, causal), Sees(documents, scores))
     return qkv_attention(qkv, heads, kv_heads, cos, sin, causal, recompute, documents, scores)
 
 
@@ -71,30 +69,102 @@ class Sees(NamedTuple):
         return one_document(len(q), T, q.device) if hides else self.documents
 
 
-class OneRank(NamedTuple):
-    """The core of a rank that has whole sequences. A core has these fields and methods."""
+class Core(ABC):
+    """Computes attention of queries, keys and values, which are contiguous. Inside compiled code that is one operator,
+    with all its messages. A sink is not its concern. key: equal in all blocks."""
+
+    heads: int
+    kv_heads: int
+    causal: bool
+    key: str
+
+    def attended(self, q: Tensor, kv: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+        """(out, lse) of queries (B, H, t, d), keys and values (2, B, K, t, d): (B, t, H d), and (B, H, t) in fp32. All
+        ranks call it."""
+        if not torch.compiler.is_compiling():
+            return self.attend(q, kv, sees)
+        number = None if sees.documents is None else sees.documents.number
+        return _attend(q, kv, number, self.key, *sees.scores[:2])
+
+    def backward(self, kept: Sequence[Any], dout: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+        """`gradients`, contiguous and in the dtype of q. kept: q, kv, out, lse, and the number of the documents, if
+        there are any (`numbered`)."""
+        (q, kv, out, lse, number) = kept
+        if torch.compiler.is_compiling():
+            return _attend_backward(q, kv, out, lse, dout, number, self.key, *sees.scores[:2])
+        dq, dkv = self.gradients(of_output(q, kv, out, lse, dout), kv, sees)
+        return dq.to(q.dtype).contiguous(), dkv.to(q.dtype).contiguous()
+
+    @abstractmethod
+    def attend(self, q: Tensor, kv: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+        """`attended`, outside of compiled code. scores: window and cap."""
+
+    @abstractmethod
+    def gradients(self, rows: Queries, kv: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+        """Returns those of q and of kv, the sums of all ranks."""
+
+
+cores: WeakValueDictionary[str, Core] = WeakValueDictionary()
+"""By their keys: an operator cannot take one. Those of all blocks compute the same."""
+
+
+@custom_op("fivefold::attend", mutates_args=())
+def _attend(
+    q: Tensor, kv: Tensor, documents: Tensor | None, core: str, window: int, soft_cap: float
+) -> tuple[Tensor, Tensor]:
+    """`Core.attend`. documents: their number."""
+    return cores[core].attend(q, kv, Sees(numbered(documents), Scores(window, soft_cap)))
+
+
+@_attend.register_fake
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    B, H, t, d = q.shape
+    return q.new_empty(B, t, H * d), q.new_empty(B, H, t, dtype=torch.float32)
+
+
+@custom_op("fivefold::attend_backward", mutates_args=())
+def _attend_backward(
+    q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dout: Tensor, documents: Tensor | None, core: str,
+    window: int, soft_cap: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    sees = Sees(numbered(documents), Scores(window, soft_cap))
+    return cores[core].backward((q, kv, out, lse, documents), dout, sees)
+
+
+@_attend_backward.register_fake
+def _(q: Tensor, kv: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(kv)
+
+
+@dataclass(frozen=True)
+class OneRank(Core):
+    """The core of a rank that has whole sequences."""
 
     heads: int
     kv_heads: int
     causal: bool
 
-    def attended(self, q: Tensor, kv: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
-        """(out, lse) of queries (B, H, t, d), keys and values (2, B, K, t, d): (B, t, H d), and (B, H, t) in fp32. A
-        sink is not its concern."""
+    @property
+    def key(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return f"one rank {self.causal}"
+
+    def attend(self, q: Tensor, kv: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
         out, lse = attend(q, kv[0], kv[1], self.causal, self._tiles(q, sees), sees.scores.soft_cap)
         return out.transpose(1, 2).flatten(2), lse
 
-    def backward(self, kept: Sequence[Any], dout: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
-        """Gradients of q and kv. kept: q, kv, out, lse, and the number of the documents, if there are any
-        (`numbered`)."""
-        (q, kv, out, lse, _), tiles = kept, self._tiles(kept[0], sees)
-        rows, cap = of_output(q, kv, out, lse, dout), sees.scores.soft_cap
+    def gradients(self, rows: Queries, kv: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+        tiles, cap = self._tiles(rows.q, sees), sees.scores.soft_cap
         dq, dk, dv = attend_backward(rows, kv[0], kv[1], self.causal, tiles, cap)
-        return dq, torch.stack((dk, dv)).to(dq.dtype)
+        return dq, torch.stack((dk, dv))
 
     def _tiles(self, q: Tensor, sees: Sees) -> Shared | None:
         documents, whole = sees.parts(q, q.shape[2]), ((0, q.shape[2]),)
-        return documents and documents.shared(whole, whole, self.causal, q, sees.scores.window)
+        return documents and documents.shared(whole, whole, self.causal, q, sees.scores)
+
+
+ONE_RANK = [OneRank(1, 1, causal) for causal in (False, True)]
+"""Of any heads: operators ask `cores` for these."""
+cores.update({core.key: core for core in ONE_RANK})
 
 
 def of_output(q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> Queries:

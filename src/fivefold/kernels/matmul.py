@@ -29,6 +29,7 @@ from fivefold.kernels import native, sizes
 from fivefold.kernels.cross_entropy import (
     Keys,
     add_z_gradient,
+    cap_,
     drawn,
     local_targets,
     vocabulary_gradient,
@@ -201,14 +202,16 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     z_loss: float = 0.0,
     drawing: Keys | None = None,
+    cap: float = 0.0,
 ) -> Tensor:
     """Mean over targets >= 0 of the cross-entropy of x @ weight.T + bias, in fp32, plus z_loss * log-sum-exp^2.
 
     x (N, D), weight (V, D), targets (N) int64 with -100 for "not counted", bias (V) or None. Returns a scalar; 0
     where no target counts. drawing: the targets are numbers of tokens, whose labels the model draws (`drawn`).
+    cap: of logits (`cap_`); 0: none.
     """
     return _LinearCrossEntropy.apply(
-        x, weight, targets.long(), bias, torch.is_grad_enabled(), z_loss, drawing
+        x, weight, targets.long(), bias, torch.is_grad_enabled(), z_loss, drawing, cap
     )
 
 
@@ -223,6 +226,7 @@ class _LinearCrossEntropy(Function):
         gradients: bool,
         z_loss: float,
         drawing: Keys | None,
+        cap: float,
     ) -> Tensor:
         assert targets.shape == x.shape[:1], "one target a row"
         if drawing is None:
@@ -230,9 +234,10 @@ class _LinearCrossEntropy(Function):
 
         def chunk(part: slice, losses: Tensor, scale: Tensor) -> Tensor:
             logits, labels = linear(x[part], weight, bias), targets[part]
+            slope = cap_(logits, cap)
             if drawing is not None:
                 labels = labels.where(labels < 0, drawn(logits, labels, drawing)[1])
-            return loss_and_gradient(logits, labels, losses, scale, z_loss)
+            return loss_and_gradient(logits, labels, losses, scale, z_loss, slope=slope)
 
         loss, dx, dweight, dbias = mean_by_chunks(ctx, x, weight, targets, bias, gradients, chunk)
         ctx.save_for_backward(dx, dweight, dbias)
@@ -245,7 +250,7 @@ class _LinearCrossEntropy(Function):
         factor = grads[0] if ctx.ahead is None else grads[0] / ctx.ahead
         found = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         dx, dweight, dbias = (None if g is None else times(g, factor, dtype) for g, dtype in found)
-        return dx, dweight, None, dbias, None, None, None
+        return dx, dweight, None, dbias, *[None] * 4
 
 
 def times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -332,9 +337,13 @@ def loss_and_gradient(
     z_loss: float = 0.0,
     first: int = 0,
     together: Callable[[Tensor], Tensor] | None = None,
+    slope: Tensor | None = None,
 ) -> Tensor:
     """Fills losses (n) and returns scale * (softmax - onehot), in place of the logits (n, V). together: the statistics
-    (3, n) of all ranks that have columns, (parts, 3, n), given this rank's; None: it has all columns."""
+    (3, n) of all ranks that have columns, (parts, 3, n), given this rank's; None: it has all columns. slope: the
+    logits' derivative by what they were made from, which the gradient is multiplied by; None: 1."""
+    if slope is not None:
+        return loss_and_gradient(logits, targets, losses, scale, z_loss, first, together).mul_(slope)
     targets = targets.contiguous()
     if together is None and not z_loss and native.usable(logits):
         native.call("cross_entropy", logits.dtype, logits, targets, losses, scale, *logits.shape)

@@ -98,7 +98,7 @@ def attend(
     keys has the output 0 and the lse -inf. soft_cap: see `Scores`; flash attention has none.
     """
     assert tiles is not None or not causal or q.shape[2] == k.shape[2]
-    if isinstance(tiles, Lengths) or (tiles is None and has_flash(q)):
+    if isinstance(tiles, Lengths) or (tiles is None and not soft_cap and has_flash(q)):
         return flash(q, k, v, causal, tiles)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     if tiles is not None:  # some queries may be in none
@@ -134,7 +134,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients over these keys: of q (B, H, Q, d), and of k and v (B, K, S, d). The last two are fp32 if they are sums
     of many blocks. tiles, soft_cap: as in `attend`."""
-    if isinstance(tiles, Lengths) or (tiles is None and has_flash(rows.q)):
+    if isinstance(tiles, Lengths) or (tiles is None and not soft_cap and has_flash(rows.q)):
         return flash_backward(rows, k, v, causal, tiles)
     K, dq = k.shape[1], torch.empty_like(rows.q) if tiles is None else torch.zeros_like(rows.q)
     if tiles is None:

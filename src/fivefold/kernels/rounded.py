@@ -33,6 +33,7 @@ from fivefold.kernels.private import storage_of
 from fivefold.precision import Mode
 from fivefold.precision.formats import FORMATS, Format
 from fivefold.schedules.compression import LARGEST
+from fivefold.sharding.parts import is_matrix
 
 E4M3 = FORMATS["fp8 e4m3"]
 LONGEST = 1024  # BLOCK in native.c
@@ -210,7 +211,7 @@ def rounded_matmuls(mode: Mode, options: Any) -> RoundedMatmuls | None:
 
 def matrices(layer: Any) -> list[str]:
     """The names of a layer's parameters that are factors of matmuls."""
-    return [name for name, parameter in layer.named_parameters(recurse=False) if parameter.dim() > 1]
+    return [name for name, p in layer.named_parameters(recurse=False) if is_matrix(name, p.shape)]
 
 
 def refresh(layer: Any, weights: Sequence[Tensor], inside: bool) -> None:

@@ -20,7 +20,7 @@ from fivefold.models import MASKED_SHARE, Objective, delta_work, file_of, predic
 from fivefold.models.mixture_work import mixture
 from fivefold.models.operations import ByKind, Matmul, Operation, Program, Saved, Sizes, Work
 from fivefold.models.section import ModelSection
-from fivefold.sharding.parts import TIED, Cut, Shape, matching
+from fivefold.sharding.parts import TIED, Cut, Shape, is_matrix, matching
 
 if TYPE_CHECKING:
     cached = property  # the Protocol `Model` has properties
@@ -87,6 +87,12 @@ class Card(ABC):
     """True if the result of shared experts has a gate."""
     normed_scores = False
     """True if queries and keys have norms, so that the size of their weights does not change attention's scores."""
+    scaled_scores = False
+    """True if scores may be divided by another root than that of a head's width."""
+    capped = False
+    """True if attention's scores and the logits may have caps."""
+    sinks = False
+    """True if each head of attention has a sink: a learned score beside those of its keys, whose value is 0."""
     latent_attention = False
     """True if queries, keys and values are made from narrow latent vectors (MLA)."""
     has_experts = False
@@ -134,7 +140,7 @@ class Card(ABC):
     def rounded(self) -> frozenset[str]:
         """The matrices that modes of 8 bits round: those of the blocks' linear layers and experts, not of routers."""
         named = ((n, shape) for n, shape in self.parameters.items() if n.startswith(f"{self.stack}."))
-        return frozenset(name for name, shape in named if len(shape) > 1 and ".router." not in name)
+        return frozenset(name for name, shape in named if is_matrix(name, shape) and ".router." not in name)
 
     @cached
     def mixed(self) -> tuple[bool, ...]:
@@ -253,7 +259,7 @@ class Card(ABC):
         model = self.model
         blocks, head = [self.attention_flops(number) for number in range(model.blocks)], 0.0
         for name, shape in self.parameters.items():
-            matmul = 6.0 * self.active(name, math.prod(shape)) if len(shape) > 1 else 0.0
+            matmul = 6.0 * self.active(name, math.prod(shape)) if is_matrix(name, shape) else 0.0
             if name.startswith("blocks."):
                 blocks[int(name.split(".")[1])] += matmul
             elif not name.startswith("embed") or (name == TIED and model.tie_embeddings):
@@ -318,8 +324,8 @@ class Card(ABC):
         """Operations of a block's attention."""
         biased = self.biased or self.qkv_biased or self.model.attention_bias
         rotary = self.rotary and self.model.rotates(number)
-        gates = s.q * self.gated_attention
-        return work.attention(s, program, self.causal, rotary, biased, self.window(number), gates)
+        gates, own = s.q * self.gated_attention, work.OwnScores(self.sinks, self.model.score_cap > 0)
+        return work.attention(s, program, self.causal, rotary, biased, self.window(number), own, gates)
 
     def active(self, name: str, size: int) -> int:
         """Number of a parameter's elements that compute a token: for experts, those that the token is routed to."""
@@ -488,9 +494,11 @@ def cut_of(name: str, shape: Shape, model: ModelSection) -> Cut | None:
         case "attention.qkv.weight" | "attention.qkv.bias":
             gates = (d * H,) * (shape[0] > d * (H + 2 * K))
             return Cut("column", 0, (d * H, d * K, d * K, *gates))
+        case "attention.sink_bias":
+            return Cut("column", 0, shape)
         case "mlp.gate_up.weight":
             return Cut("column", 0, (shape[0] // 2,) * 2)
-        case "mlp.experts.gate_up":
+        case "mlp.experts.gate_up" | "mlp.experts.gate_up_bias":
             columns = Cut("column", 1, (shape[1] // 2,) * 2, whole_tokens=True)
             return Cut("expert", 0, shape[:1], within=columns)
         case "mlp.experts.down":

@@ -29,6 +29,7 @@ from fivefold.models.card import card_of, resolve_model
 from fivefold.models.rules import model_rules
 from fivefold.models.section import ModelSection
 from fivefold.precision import DTYPES
+from fivefold.precision.formats import BLOCKS
 from fivefold.precision.fp8 import BLOCK
 from fivefold.sharding.parts import Shape
 
@@ -49,8 +50,20 @@ class Entry:
     """True if it is stored transposed there (the `Conv1D` of GPT-2)."""
     order: tuple[int, ...] = ()
     """Of each of our rows its number there, if rows stand in another order."""
+    stacked: bool = False
+    """True if it is one tensor of all experts there, too. `transpose` and `order` are of each of them."""
     shape: Shape = ()
     """The shape of a single tensor there, if it has other dims."""
+
+    def shapes(self, ours: Shape) -> list[Shape]:
+        """The shapes of the tensors there."""
+        if self.shape:
+            return [self.shape]
+        if self.stacked:
+            return [(ours[0], *(ours[:0:-1] if self.transpose else ours[1:]))]
+        shape = ours[::-1] if self.transpose else ours
+        whole, rest = math.prod(shape[:-1] or shape), shape[-1:] if len(shape) > 1 else ()
+        return [(rows, *rest) for rows in self.rows or (whole,)]
 
 
 @dataclass(frozen=True)
@@ -155,7 +168,12 @@ NEEDED = object()
 SCALE = "_scale_inv"
 """What the name of a weight's scales has behind that of the weight."""
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
-"""The quantisation that is read: DeepSeek-V3's."""
+"""A quantisation that is read: DeepSeek-V3's."""
+MXFP4 = next(block for block in BLOCKS if block.name == "mxfp4 e2m1")
+"""Another one: that of gpt-oss's experts."""
+PACKED = ("_blocks", "_scales")
+"""What the names of its parts have behind that of the weight."""
+QUANTISED: dict[str, dict[str, Any]] = {"fp8": FP8, "mxfp4": {"quant_method": "mxfp4"}}
 ANYWHERE = {"transformers_version", "use_cache", "bos_token_id", "eos_token_id", "dtype", "_name_or_path"}
 """Keys of config.json that change nothing of the computation, whatever the kind."""
 WRONG = "config.json has a wrong value (fields named as in our recipes)"
@@ -174,18 +192,21 @@ def for_hf(state: Mapping[str, Weight], model: ModelSection) -> dict[str, Weight
     require_weights(state, model)
     theirs: dict[str, Weight] = {}
     for entry in _exchange_of(model).entries(model):
-        weight, start, order = state[entry.ours], 0, ()
-        shape = weight.shape[::-1] if entry.transpose else weight.shape
-        whole, rest = math.prod(shape[:-1] or shape), shape[-1:] if len(shape) > 1 else ()
-        if entry.order:
-            order = sorted(range(len(entry.order)), key=entry.order.__getitem__)
+        weight, start = state[entry.ours], 0
+        order = sorted(range(len(entry.order)), key=entry.order.__getitem__)
+        shapes = entry.shapes(weight.shape)
+        if entry.stacked:
+            read = partial(_stack, weight, order, entry.transpose, False)
+            theirs[entry.theirs[0]] = Weight(shapes[0], weight.dtype, read)
+            continue
+        if order:
             weight = replace(weight, read=partial(_reordered, weight, order))
-        for name, rows in zip(entry.theirs, entry.rows or (whole,), strict=True):
-            read = partial(_theirs, weight, entry.transpose, start, start + rows)
-            theirs[name], start = Weight((rows, *rest), weight.dtype, read), start + rows
         if entry.shape:
-            (name,) = entry.theirs
-            theirs[name] = Weight(entry.shape, weight.dtype, partial(_shaped, theirs[name], entry.shape))
+            theirs[entry.theirs[0]] = Weight(entry.shape, weight.dtype, partial(_shaped, weight, entry.shape))
+            continue
+        for name, shape in zip(entry.theirs, shapes, strict=True):
+            read = partial(_theirs, weight, entry.transpose, start, start + shape[0])
+            theirs[name], start = Weight(shape, weight.dtype, read), start + shape[0]
     for name, original in _copies(_exchange_of(model), model).items():
         weight = theirs[original]  # files have no two names for one weight
         theirs[name] = replace(weight, read=lambda weight=weight: weight.read().clone())
@@ -203,6 +224,21 @@ def _theirs(weight: Weight, transpose: bool, start: int, stop: int) -> Tensor:
     first = start // each
     tensor = weight.read((first, -(-stop // each)))
     return (tensor.flatten(0, 1) if tensor.ndim == 3 else tensor)[start - first * each : stop - first * each]
+
+
+def _stack(
+    weight: Weight,
+    order: Sequence[int],
+    transpose: bool,
+    inwards: bool,
+    rows: tuple[int, int] | None = None,
+) -> Tensor:
+    """All experts' matrices (E, R, C) or biases (E, R), or some of them: each transposed, with its rows in another
+    order. inwards: of theirs; those of ours are transposed last."""
+    tensor = weight.read(rows)
+    tensor = tensor.transpose(1, 2) if transpose and inwards else tensor
+    tensor = tensor[:, order] if order else tensor
+    return (tensor.transpose(1, 2) if transpose and not inwards else tensor).contiguous()
 
 
 def require_weights(state: Mapping[str, Tensor | Weight], model: ModelSection) -> None:
@@ -231,8 +267,10 @@ def made_from_hf(state: Mapping[str, Weight], model: ModelSection) -> dict[str, 
     given = {new: tensor for name, tensor in state.items() if (new := rename(name)) is not None}
     entries, copies = exchange.entries(model), exchange.TIED | _copies(exchange, model)
     wanted = {name for entry in entries for name in entry.theirs}
+    packed = {name for name in wanted if {name + end for end in PACKED} <= given.keys()}
     scales = {name: given.pop(name + SCALE) for name in sorted(wanted) if name + SCALE in given}
-    problems = [f"weight {name} is missing" for name in sorted(wanted - given.keys())]
+    blocks = {name: tuple(given.pop(name + end) for end in PACKED) for name in sorted(packed)}
+    problems = [f"weight {name} is missing" for name in sorted(wanted - given.keys() - packed)]
     for name in sorted(given.keys() - wanted):
         original = copies.get(name)
         if original is None:
@@ -245,7 +283,15 @@ def made_from_hf(state: Mapping[str, Weight], model: ModelSection) -> dict[str, 
 
     shapes = card_of(model).parameters | card_of(model).buffers
     ours: dict[str, Weight] = {}
-    wide = given[entries[0].theirs[0]].dtype  # of the embedding, which is never in 8 bits
+    wide = given[entries[0].theirs[0]].dtype  # of the embedding, which is never in 8 bits or fewer
+    for name, (values, factors) in blocks.items():
+        if found := _unlike_packed(values, factors):
+            problems.append(f"weight {name}{PACKED[0]} {found}")
+            continue
+        E, R, groups, each = values.shape
+        read = partial(_unpacked, values, factors, wide)
+        given[name] = Weight((E, 2 * groups * each, R), wide, read)
+    _raise_all("the weights do not fit config.json", problems)
     dtypes = {name: w.dtype if _name(w.dtype) in NAMES else None for name, w in given.items()}
     dtypes |= dict.fromkeys(scales, wide)
     for name, scale in scales.items():
@@ -263,17 +309,16 @@ def made_from_hf(state: Mapping[str, Weight], model: ModelSection) -> dict[str, 
     for entry in entries:
         parts = [given[name] for name in entry.theirs]
         expected = shapes[entry.ours]
-        first_dims = entry.rows or ((expected[1] if entry.transpose else expected[0]),)
-        rest = (expected[0],) if entry.transpose else tuple(expected[2 if len(expected) == 3 else 1 :])
-        for name, part, rows in zip(entry.theirs, parts, first_dims, strict=True):
-            if tuple(part.shape) != (wanted_shape := entry.shape or (rows, *rest)):
-                problems.append(
-                    f"weight {name} has shape {tuple(part.shape)}, config.json asks for {wanted_shape}"
-                )
+        for name, part, shape in zip(entry.theirs, parts, entry.shapes(expected), strict=True):
+            if tuple(part.shape) != shape:
+                problems.append(f"weight {name} has shape {tuple(part.shape)}, config.json asks for {shape}")
             elif (dtype := dtypes[name]) is None or dtype != dtypes[entry.theirs[0]]:
                 allowed = f"{', '.join(NAMES)}, the same for {' and '.join(entry.theirs)}"
                 problems.append(f"weight {name} has dtype {_name(part.dtype)}; allowed: {allowed}")
-        ours[entry.ours] = Weight(expected, parts[0].dtype, partial(_ours, parts, expected, entry))
+        read = partial(_ours, parts, expected, entry)
+        if entry.stacked:
+            read = partial(_stack, parts[0], entry.order, entry.transpose, True)
+        ours[entry.ours] = Weight(expected, parts[0].dtype, read)
     _raise_all("the weights do not fit config.json", problems)
     return ours
 
@@ -309,6 +354,33 @@ def _widened(weight: Weight, scale: Weight, dtype: torch.dtype) -> Tensor:
     R, C = weight.shape
     factors = scale.read().float().repeat_interleave(BLOCK, 0)[:R].repeat_interleave(BLOCK, 1)[:, :C]
     return weight.read().float().mul_(factors).to(dtype)
+
+
+def _unlike_packed(values: Weight, scales: Weight) -> str:
+    """How blocks and scales differ from those of `MXFP4`; "": they do not."""
+    whole = len(values.shape) == 4 and 2 * values.shape[3] == MXFP4.size and values.shape[:3] == scales.shape
+    if whole and _name(values.dtype) == _name(scales.dtype) == "uint8":
+        return ""
+    return (
+        f"has dtype {_name(values.dtype)} and shape {values.shape}, and scales {_name(scales.dtype)} {scales.shape}; "
+        f"allowed: uint8, with a scale for each {MXFP4.size} values, two to a byte"
+    )
+
+
+def _unpacked(
+    values: Weight, scales: Weight, dtype: torch.dtype, rows: tuple[int, int] | None = None
+) -> Tensor:
+    """Experts in MXFP4 (OCP Microscaling 1.0): values (E, R, C / 32, 16), two in each byte, the lower half first, and
+    scales (E, R, C / 32) -> (E, C, R), transposed as those of 16 bits are there."""
+    import torch
+
+    numbers = torch.tensor([MXFP4.element.value(code) for code in range(2**MXFP4.element.bits)])
+    powers = torch.tensor([MXFP4.scale.value(code) for code in range(2**MXFP4.scale.bits - 1)] + [math.nan])
+    packed, found = values.read(rows), []
+    for each, scale in zip(packed, scales.read(rows), strict=True):  # one expert at a time, in fp32
+        pairs = torch.stack((each & 15, each >> 4), dim=-1).flatten(-2)
+        found.append((numbers[pairs.int()] * powers[scale.int()][..., None]).to(dtype).flatten(-2).t())
+    return torch.stack(found)
 
 
 def _copies(exchange: ModuleType, model: ModelSection) -> dict[str, str]:
@@ -354,7 +426,7 @@ def from_hf_config(config: Mapping[str, Any], folder: Path | None = None) -> Mod
     if fields.get("mtp_depth") and names and not any(name.startswith(behind) for name in names):
         fields["mtp_depth"] = 0  # transformers leaves out the weights of these modules, and not the key
     quantised = config.get("quantization_config") or {}
-    for key, value in FP8.items() if quantised else ():
+    for key, value in QUANTISED.get(str(quantised.get("quant_method")), FP8).items() if quantised else ():
         if quantised.get(key, value if key == "fmt" else None) != value:
             problems.append(
                 f"quantization_config has {key} = {quantised.get(key)}; only {value} is supported"

@@ -196,26 +196,41 @@ class Output(nn.Module):
 
     Tensor parallelism replaces it by a module that works on a part of the vocabulary. z_loss: the factor of the squared
     log-sum-exp in the training loss. drawing: while it is set, targets are numbers of tokens, and the loss is that of
-    labels which the model draws for them (`cross_entropy.drawn`), without z_loss.
+    labels which the model draws for them (`cross_entropy.drawn`), without z_loss. cap: c, if logits x become
+    c tanh(x / c); 0: they stay.
     """
 
     z_loss: float = 0.0
+    cap: float = 0.0
     drawing: cross_entropy.Keys | None = None
 
     def forward(
         self, x_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor | None, bias_V: Tensor | None = None
     ) -> Tensor:
         if targets_BT is None:
-            return matmul.linear(x_BTD, weight_VD, bias_V).float()
-        if self.drawing is None and native.in_triton(registry.LOSS, x_BTD):
+            return self.capped(matmul.linear(x_BTD, weight_VD, bias_V).float())
+        if self.in_triton(x_BTD):
             from fivefold.kernels.gpu import loss  # with Triton, which takes half a second
 
             return loss.linear_cross_entropy(
                 x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), bias_V, self.z_factor
             )
         return matmul.linear_cross_entropy(
-            x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), bias_V, self.z_factor, self.drawing
+            x_BTD.flatten(0, 1),
+            weight_VD,
+            targets_BT.flatten(),
+            bias_V,
+            self.z_factor,
+            self.drawing,
+            self.cap,
         )
+
+    def capped(self, logits: Tensor) -> Tensor:
+        return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
+
+    def in_triton(self, x: Tensor) -> bool:
+        """True if a kernel computes the loss without logits in memory. It has no caps, and draws no labels."""
+        return self.drawing is None and not self.cap and native.in_triton(registry.LOSS, x)
 
     @property
     def z_factor(self) -> float:
@@ -261,7 +276,9 @@ def rope_frequencies(model: ModelSection, device: torch.device, width: int = 0) 
             d // 2 * math.log(model.rope_context / (2 * math.pi * n), theta)
             for n in (model.rope_high, model.rope_low)
         )
-        first, last = max(math.floor(first), 0), min(math.ceil(last), d - 1)
+        if model.rope_truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, d - 1)
         kept = 1 - (torch.arange(d // 2, device=device) - first) / (last - first or 0.001)
     kept = kept.clamp(0, 1)
     return frequencies * (kept + (1 - kept) / model.rope_factor)
@@ -285,17 +302,22 @@ def cached_attention(
 class Attention(Sublayer):
     """Self-attention. Rows of `qkv.weight`: H query heads, then K key heads, then K value heads. number: of the block,
     which says what its queries see and how they rotate. biased: it has biases, whatever the model says; out_biased: and
-    so has `out`, if there are any. gated: a sigmoid of the block's input multiplies the output of each head (arXiv
-    2505.06708); H heads of gates are the last rows of `qkv.weight`."""
+    so has `out`, if there are any. sinks: it has a sink for each head (`Scores`). gated: a sigmoid of the block's input
+    multiplies the output of each head (arXiv 2505.06708); H heads of gates are the last rows of `qkv.weight`."""
 
     entry = "qkv"
-    biased, out_biased, gated = False, True, False
+    biased, out_biased, sinks, gated = False, True, False, False
 
     def __init__(self, model: ModelSection, bias: bool, number: int = 0, causal: bool = True) -> None:
         super().__init__()
-        self.window, self.rotates = model.window(number), model.rotates(number)
+        self.window, self.rotates, self.soft_cap = (
+            model.window(number),
+            model.rotates(number),
+            model.score_cap,
+        )
         heads, kv_heads, d = model.heads, model.kv_heads or model.heads, model.head_width
         bias = bias or self.biased
+        self.sink_bias = nn.Parameter(torch.zeros(heads)) if self.sinks else None
         self.qkv = Linear(model.dim, (heads + 2 * kv_heads + heads * self.gated) * d, bias=bias)
         self.core = AttentionCore(heads, kv_heads, causal)
         self.out = Linear(heads * d, model.dim, bias=bias and self.out_biased)
@@ -319,7 +341,7 @@ class Attention(Sublayer):
     @property
     def scores(self) -> Scores:
         """What the block changes about scores."""
-        return Scores(self.window)
+        return Scores(self.window, self.soft_cap, self.sink_bias)
 
     def finish(self, product: Tensor, *tables: Tensor, documents: Documents | None = None) -> Tensor:
         """Queries, keys and values (B, T, (H + 2K) d), and gates if there are -> (B, T, D)."""

@@ -136,7 +136,7 @@ class Router(nn.Module):
 
     def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The chosen experts (N, K), their weights (N, K), all scores as shares that sum to 1 (N, E), logits (N, E)."""
-        logits = F.linear(x_ND.float(), self.weight.float())
+        logits = self.logits(x_ND)
         scores = shares = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
         if self.sigmoid:
             shares = scores / scores.sum(-1, keepdim=True)
@@ -151,11 +151,16 @@ class Router(nn.Module):
             weights = weights * self.scale
         return chosen, weights, shares, logits
 
+    def logits(self, x_ND: Tensor) -> Tensor:
+        return F.linear(x_ND.float(), self.weight.float())
+
 
 class Experts(Sublayer):
-    """The routed experts: E SwiGLUs. Rows of each `gate_up`: F of the gate, then F of up. rounded: as in `Linear`."""
+    """The routed experts: E SwiGLUs. Rows of each `gate_up`: F of the gate, then F of up. rounded: as in `Linear`.
+    gate: from gate and up to the input of `down`."""
 
     rounded: RoundedMatmuls | None = None
+    gate: Callable[[Tensor], Tensor] = staticmethod(elementwise.swiglu)
 
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
@@ -180,7 +185,7 @@ class Experts(Sublayer):
     def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
         """Gate and up (M, 2F), counts (E) -> (M, D)."""
         how = self.rounded and self.rounded.of(1)
-        return grouped_linear(elementwise.swiglu(product), self.down, tables[0], how)
+        return grouped_linear(self.gate(product), self.down, tables[0], how)
 
 
 class Mixture(nn.Module):
@@ -191,12 +196,14 @@ class Mixture(nn.Module):
     experts.
     """
 
+    router_type, experts_type = Router, Experts
+
     def __init__(self, model: ModelSection, gated: bool = False) -> None:
         super().__init__()
         self.count, self.capacity_factor = known(model.experts), model.capacity_factor
         self.aux_weight = model.aux_loss_weight if model.balance == "aux" else 0.0
         self.z_weight = model.z_loss_weight
-        self.router, self.total, self.experts = Router(model), Total(), Experts(model)
+        self.router, self.total, self.experts = self.router_type(model), Total(), self.experts_type(model)
         width = (model.shared_experts or 0) * known(model.expert_ffn_dim)
         self.shared = SwiGLU(model.dim, width) if width else None
         self.shared_gate = nn.Parameter(torch.empty(1, model.dim)) if width and gated else None
@@ -217,7 +224,7 @@ class Mixture(nn.Module):
         y_ND = combine(rows_MD, self.enter(weights), way)
         if shared_ND is not None:
             y_ND = y_ND + shared_ND
-        y_ND = self.leave(y_ND)
+        y_ND = self.completed(self.leave(y_ND), chosen, weights, way)
         if torch.is_grad_enabled() and self.training:
             y_ND = self.attach(y_ND, shares, logits, way)
         return y_ND.view_as(x_BTD)
@@ -227,6 +234,10 @@ class Mixture(nn.Module):
         assert self.shared is not None
         shared_ND = self.shared(x_ND)
         return shared_ND if self.shared_gate is None else shared_ND * (x_ND @ self.shared_gate.t()).sigmoid()
+
+    def completed(self, y_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor, way: Assignment) -> Tensor:
+        """Adds what each rank computes of its own tokens, whole."""
+        return y_ND
 
     def attach(self, y_ND: Tensor, shares_NE: Tensor, logits_NE: Tensor, way: Assignment) -> Tensor:
         """y, whose backward brings the router's own terms and facts."""
@@ -406,7 +417,7 @@ def _untraced(rows: Tensor) -> bool:
     return torch.compiler.is_compiling() and rows.dtype != torch.bfloat16
 
 
-def _product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """The grouped product of matrices, of which one or both are cut at `ends`, without autograd."""
     return torch.ops.fivefold.grouped_product(a, b, ends) if _untraced(a) else F.grouped_mm(a, b, offs=ends)
 
@@ -431,15 +442,15 @@ class _Grouped(Function):
         ctx.how = how
         if how is not None:
             return how.grouped(rows, weight, ends)
-        return _product(wide(rows), wide(weight).transpose(1, 2), ends).to(rows.dtype)
+        return grouped_product(wide(rows), wide(weight).transpose(1, 2), ends).to(rows.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
         (rows, weight, ends), dy, how = ctx.saved_tensors, grads[0].contiguous(), ctx.how
         if how is None:
-            drows = _product(wide(dy), wide(weight), ends).to(dy.dtype)
-            return drows, _product(wide(dy).t(), wide(rows), ends).to(dy.dtype), None, None
+            drows = grouped_product(wide(dy), wide(weight), ends).to(dy.dtype)
+            return drows, grouped_product(wide(dy).t(), wide(rows), ends).to(dy.dtype), None, None
         dy = how.both(dy)
         drows = how.grouped_input_gradient(dy, weight, ends)
         return drows, how.grouped_weight_gradient(dy, rows, ends), None, None

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from fivefold.models.card import Contradiction, card_of
 from fivefold.models.section import ModelSection
-from fivefold.sharding.parts import TIED
+from fivefold.sharding.parts import TIED, is_matrix
 
 
 class Scales(NamedTuple):
@@ -48,7 +48,7 @@ def kind(model: ModelSection, name: str, shape: tuple[int, ...]) -> str:
     card = card_of(model)
     if name.startswith("head") or ".router." in name or (model.tie_embeddings and name.startswith("norm.")):
         return "output"
-    if len(shape) < 2 or (model.tie_embeddings and name == TIED):
+    if not is_matrix(name, shape) or (model.tie_embeddings and name == TIED):
         return "vector"
     return "hidden" if name.startswith(f"{card.stack}.") else "embedding"
 

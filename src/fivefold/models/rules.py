@@ -68,7 +68,7 @@ def model_rules(model: ModelSection, tp: int = 1) -> Iterator[Contradiction]:
 
 def rotary_rules(model: ModelSection) -> Iterator[Contradiction]:
     """Rules between the fields of rotary positions and windows."""
-    for name in ("rope_scaling", "rope_low", "rope_high", "rope_context", "rope_mscale"):
+    for name in ("rope_scaling", "rope_low", "rope_high", "rope_context", "rope_mscale", "rope_truncate"):
         if model.rope_factor == 1 and getattr(model, name) != getattr(PLAIN, name):
             yield (
                 {f"model.{name}", "model.rope_factor"},
@@ -88,11 +88,13 @@ def rotary_rules(model: ModelSection) -> Iterator[Contradiction]:
             {"model.rope_low", "model.rope_high"},
             f"model.rope_low = {model.rope_low} must be below model.rope_high = {model.rope_high}",
         )
-    if model.rope_factor > 1 and model.rope_scaling != "yarn" and model.rope_mscale != PLAIN.rope_mscale:
-        yield (
-            {"model.rope_mscale", "model.rope_scaling"},
-            f'model.rope_mscale = {model.rope_mscale} needs model.rope_scaling = "yarn", not "{model.rope_scaling}"',
-        )
+    for name in ("rope_mscale", "rope_truncate"):
+        value = getattr(model, name)
+        if model.rope_factor > 1 and model.rope_scaling != "yarn" and value != getattr(PLAIN, name):
+            yield (
+                {f"model.{name}", "model.rope_scaling"},
+                f'model.{name} = {value} needs model.rope_scaling = "yarn", not "{model.rope_scaling}"',
+            )
     if model.rotary_dim and (model.rotary_dim % 2 or model.rotary_dim > model.head_width):
         yield (
             {"model.rotary_dim"},
@@ -152,6 +154,8 @@ WORDS = {
     "windows": "sliding windows",
     "patterned": "two kinds of attention that alternate",
     "linear_attention": "linear attention",
+    "scaled_scores": "scores divided by another root than that of a head's width",
+    "capped": "caps on scores and logits",
     "rotary": "rotary positions",
     "has_experts": "experts",
     "free_heads": "heads of their own width",

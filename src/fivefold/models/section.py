@@ -114,6 +114,8 @@ class ModelSection(Section):
     rope_mscale: float = _of("rotary", 1.0, ge=0)
     """Only with `rope_scaling = "yarn"`, which multiplies attention's scores by (1 + 0.1 `rope_mscale`
     ln(`rope_factor`)) squared."""
+    rope_truncate: bool = _of("rotary", True)
+    """Only with `rope_scaling = "yarn"`: the two limits are whole numbers of pairs (gpt-oss: false)."""
     rope_low: float = _of("rotary", 1.0, gt=0)
     """Only with `rope_factor`."""
     rope_high: float = _of("rotary", 4.0, gt=0)
@@ -131,6 +133,12 @@ class ModelSection(Section):
     gpt-oss: 2). 0: all blocks have the window, or linear attention. With windows only with `sliding_window`."""
     rope_local_theta: float = _of("local_rotation", 0.0, ge=0)
     """Base in blocks with a sliding window, which scaling leaves alone (Gemma 3: 10000). 0: as in the others."""
+    score_width: int | None = _of("scaled_scores", None, ge=1, le=WIDEST)
+    """Attention's scores are divided by the square root of it (Gemma 2 27B: 144). Unset: the width of a head."""
+    score_cap: float = _of("capped", 0.0, ge=0)
+    """Attention's scores x become c tanh(x / c) with this c (Gemma 2, arXiv 2408.00118: 50). 0: they stay."""
+    logit_cap: float = _of("capped", 0.0, ge=0)
+    """So do the model's logits, with this c (Gemma 2: 30). 0: they stay."""
     no_rope_every: int = _of("unrotated", 0, ge=0, le=MOST_LAYERS)
     """Every so many blocks one has no positions, the last of them (SmolLM3: 4; NoPE, arXiv 2305.19466). 0: none."""
     rotary_dim: int | None = _of("partly_rotated", None, ge=2, le=WIDEST)
@@ -265,6 +273,11 @@ class ModelSection(Section):
     def rotary_width(self) -> int:
         """Features of a query head that rotary positions turn."""
         return self.rope_dim or self.rotary_dim or self.head_width
+
+    @property
+    def score_amplitude(self) -> float:
+        """The factor on queries and keys that `score_width` asks for."""
+        return (self.head_width / self.score_width) ** 0.25 if self.score_width else 1.0
 
     @property
     def rope_amplitude(self) -> float:

@@ -7,6 +7,7 @@ parallelism), D model, H heads, K key-value heads, d head, F feed-forward, V voc
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from fivefold.kernels import sizes
 from fivefold.models.operations import Matmul, Message, Operation, Part, Program, Role, Saved, Sizes
@@ -30,6 +31,8 @@ ROTATED = 12
 """Passes over memory of an eager rotation, in its input's dtype: each copy, product and sum in fp32 is one."""
 
 
+CAPPED = 11
+"""Numbers per logit that a cap reads and writes (`kernels.cross_entropy.cap_`)."""
 EAGER_SCORES = (8, 14)
 """Passes over scores in fp32, forward and backward, of attention by tiles where no kernel joins them: a window in a
 ring on GPUs (kernels/partial_attention.py)."""
@@ -148,6 +151,8 @@ def end(s: Sizes, program: Program, rows: float, whole: bool, biased: bool = Fal
         ]
         besides, cast = rows / cut * columns * e + rows * D * e, weight * e if cut > 1 else 0.0
         besides = max(besides, cast) if program.loss_on_gpu else besides + cast
+        if s.model.logit_cap:  # five passes, of which one writes the derivative and one reads it
+            forward, besides = forward + CAPPED * e, besides + rows / cut * columns * e
     elif s.way.whole_logits and s.tp > 1:
         columns = V
         besides, statistics = workspace * rows * V, (Message("all_gather", "tp", rows * V * e),)
@@ -209,8 +214,25 @@ def add(name: str, s: Sizes, program: Program, mask: float) -> Operation:
     return Operation(name, None, 0.0, forward, backward, 1, saved=saved, random=mask, rate="norm")
 
 
+class OwnScores(NamedTuple):
+    """What a model changes about the scores of attention besides a window (`kernels.blockwise_attention.Scores`)."""
+
+    sinks: bool = False
+    capped: bool = False
+
+
+PLAIN = OwnScores()
+
+
 def attention(
-    s: Sizes, program: Program, causal: bool, rotary: bool, biased: bool, window: int = 0, gates: float = 0.0
+    s: Sizes,
+    program: Program,
+    causal: bool,
+    rotary: bool,
+    biased: bool,
+    window: int = 0,
+    own: OwnScores = PLAIN,
+    gates: float = 0.0,
 ) -> list[Operation]:
     """Attention with one matmul for queries, keys and values. window: keys that a query sees; 0: all. gates: features
     of the gates of its output, which come of that matmul, too."""
@@ -219,7 +241,7 @@ def attention(
     output = Saved("attention output", s.N * s.q * s.e, "inner")
     return [
         region_first("qkv", s, program, features, None, biased, (kept,), projections=3),
-        *core(s, program, causal, rotary, s.q, window),
+        *core(s, program, causal, rotary, s.q, window, own),
         *([output_gate(s, program, gates)] if gates else []),
         region_last(
             "attention out", s, program, s.q, "inner" if program.joined else "out", biased, (output,)
@@ -293,10 +315,17 @@ def region_last(
 
 
 def core(
-    s: Sizes, program: Program, causal: bool, rotary: bool, value: float, window: int = 0
+    s: Sizes,
+    program: Program,
+    causal: bool,
+    rotary: bool,
+    value: float,
+    window: int = 0,
+    own: OwnScores = PLAIN,
 ) -> list[Operation]:
     """Attention between its projections. value: features of the value heads on this rank, for all query heads; fewer
-    than those of queries if value heads are narrower and the program does not pad them. window: as in `attention`."""
+    than those of queries if value heads are narrower and the program does not pad them. window, own: as in
+    `attention`."""
     e, N, T, q = s.e, s.N, s.model.seq_len, s.q
     qkv = q + (s.qkv - q) / 2 * (1 + value / q)
     share = 0.5 if causal else 1.0  # of the scores that the mask does not hide
@@ -315,10 +344,15 @@ def core(
     queries, keys = (2 * N * e * tokens for tokens in seen.copied)
     copied = queries * q + keys * (qkv - q)
     copied_again = copied + 2 * queries * value  # with the output and its gradient
-    if window and s.cp > 1 and s.cp_method == RING and program.attention == "flash":
+    tiles = own.capped or (window and s.cp > 1 and s.cp_method == RING)
+    if tiles and program.attention == "flash":
         scores = 4 * N * T * share * seen.share * s.model.heads / s.tp  # bytes in fp32
         copied, copied_again = copied + EAGER_SCORES[0] * scores, copied_again + EAGER_SCORES[1] * scores
-    saved, besides = _kept_by_attention(s, program, share, window)
+    if (
+        own.sinks
+    ):  # the output is weighted by what the sink leaves, and in backward multiplied by its gradient
+        copied, copied_again = copied + 2 * N * value * (e + 4), copied_again + 2 * N * value * 4
+    saved, besides = _kept_by_attention(s, program, share, window, own)
     if s.cp > 1 and s.cp_method == "ulysses" and program.compiles:  # ours, on GPUs
         saved = (*saved, Saved("attention output before its exchange", N * value * e, "inner"))
     if s.cp > 1 and s.cp_method == "all_gather":
@@ -380,12 +414,12 @@ def query_key_norms(
 
 
 def _kept_by_attention(
-    s: Sizes, program: Program, causal: float, window: int
+    s: Sizes, program: Program, causal: float, window: int, own: OwnScores
 ) -> tuple[tuple[Saved, ...], float]:
     """(tensors that fused attention keeps besides its output, bytes that its backward holds besides gradients).
     Attention by blocks multiplies some queries at a time with all keys they see (kernels/blockwise_attention.py). It
     keeps queries, keys and values in the order of heads, and up to KEEP tokens the probabilities. Ranks with some
-    queries keep no probabilities."""
+    queries, caps and sinks keep no probabilities."""
     H, T = s.model.heads / s.tp, s.model.seq_len
     some = some_queries(s.cp, s.cp_method)
     statistics = Saved("log-sum-exp", s.N * H * 4, "inner")
@@ -395,7 +429,7 @@ def _kept_by_attention(
     each = s.B * H / (1 if some else s.cp) * s.e  # bytes of a query's probability of one key, over heads
     largest = each * max((stop - start) * seen for start, stop, seen in blocks)
     copies = Saved("queries, keys, values", s.N * s.qkv * s.e, "inner")
-    if some:
+    if some or any(own):
         return (copies, statistics), 2 * largest
     if not sizes.keeps_probabilities(T):
         return (copies,), 2 * largest

@@ -11,7 +11,7 @@ import math
 
 from fivefold.optim.adamw import ADAMW
 from fivefold.optim.card import OptimizerCard, OptimizerState, Tensor, Update
-from fivefold.sharding.parts import Shape
+from fivefold.sharding.parts import Shape, is_matrix
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of the Newton-Schulz iteration, steepest at zero (Jordan)."""
@@ -61,7 +61,7 @@ MUON = OptimizerCard(
     second_moment="exp_avg_sq",
     needs="matrices",
     applies=lambda name, shape: (
-        name.startswith("blocks.") and len(shape) > 1
+        name.startswith("blocks.") and is_matrix(name, shape)
     ),  # the matrices inside the blocks
     rest=ADAMW,
     reads=2.0,

@@ -20,7 +20,7 @@ from fivefold.kernels.adamw import AdamW
 from fivefold.optim.card import CODES, COMPENSATION, OptimizerCard, Update
 from fivefold.optim.rounding import Rounder, cut_off, scale_
 from fivefold.precision import torch_dtype
-from fivefold.sharding.parts import local_shape
+from fivefold.sharding.parts import is_matrix, local_shape
 from fivefold.sharding.units import updated_together
 
 
@@ -154,7 +154,7 @@ class Updater:
         assert fields.keys() == card.fields.keys(), f"{card.name} has {[*card.fields]}, not {[*fields]}"
         self.card, self.masters, self.rates = card, masters, dict(rates or {})
         each = weight_decay if isinstance(weight_decay, Mapping) else dict.fromkeys(masters, weight_decay)
-        decays = {name: each[name] if w.dim() >= 2 else 0.0 for name, w in masters.items()}
+        decays = {name: each[name] if is_matrix(name, w.shape) else 0.0 for name, w in masters.items()}
         ruled = {name: w for name, w in masters.items() if card.of(name, tuple(w.shape)) is card}
         self.rules: Rules | None = None
         fused, kernel = masters, card

@@ -23,28 +23,22 @@ Legend: B batch, T sequence, t = T/c tokens of a rank, c ranks, H heads, K key-v
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.library import custom_op
 
 from fivefold.comm import Axis, Started
 from fivefold.kernels.blockwise_attention import (
-    NO_CAP,
     PLAIN,
     Documents,
     Scores,
     Shared,
-    has_flash,
-    numbered,
 )
-from fivefold.kernels.fused_attention import Sees, attended, fused_attention, of_output
+from fivefold.kernels.fused_attention import Core, Sees, attended, cores, fused_attention
 from fivefold.kernels.partial_attention import (
     Queries,
     attend,
@@ -146,13 +140,10 @@ class ContextAttention(AttentionCore):
         self.key = f"{axis.key} {layout.cp_method} {core.causal}"  # equal in all blocks
 
 
-class OverRanks(ContextAttention, ABC):
-    """Attends with all heads of this rank's tokens. Inside compiled code that is one operator, with all its messages.
+class OverRanks(ContextAttention, Core):
+    """Attends with all heads of this rank's tokens."""
 
-    Methods are those of a core (`OneRank`); tensors are contiguous.
-    """
-
-    registered: tuple[OverRanks, ...] = ()
+    registered: tuple[Core, ...] = ()
     """The one in `cores`, which computes the same and stays while a block lives. In a tuple: not a part of this one."""
 
     def forward(
@@ -163,64 +154,7 @@ class OverRanks(ContextAttention, ABC):
         documents: Documents | None = None,
         scores: Scores = PLAIN,
     ) -> Tensor:
-        if has_flash(qkv, qkv.shape[2] // (self.heads + 2 * self.kv_heads)):
-            scores.refuse(NO_CAP, ["soft_cap"])
         return attended(qkv, cos_Td, sin_Td, self, Sees(documents, scores))
-
-    def attended(self, q: Tensor, kv: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
-        """Returns (out, lse). All ranks call it."""
-        if not torch.compiler.is_compiling():
-            return self.attend(q, kv, sees)
-        number = None if sees.documents is None else sees.documents.number
-        return _attend(q, kv, number, self.key, *sees.scores[:2])
-
-    def backward(self, kept: Sequence[Any], dout: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
-        """`gradients` of what `attended` kept, contiguous and in its dtype."""
-        (q, kv, out, lse, number) = kept
-        if torch.compiler.is_compiling():
-            return _attend_backward(q, kv, out, lse, dout, number, self.key, *sees.scores[:2])
-        dq, dkv = self.gradients(of_output(q, kv, out, lse, dout), kv, sees)
-        return dq.to(q.dtype).contiguous(), dkv.to(q.dtype).contiguous()
-
-    @abstractmethod
-    def attend(self, q: Tensor, kv: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
-        """`attended`, outside of compiled code. scores: window and cap."""
-
-    @abstractmethod
-    def gradients(self, rows: Queries, kv: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
-        """Returns those of q and of kv, the sums of all ranks."""
-
-
-cores: WeakValueDictionary[str, OverRanks] = WeakValueDictionary()
-"""By their keys: an operator cannot take one. Those of all blocks compute the same."""
-
-
-@custom_op("fivefold::attend_over_ranks", mutates_args=())
-def _attend(
-    q: Tensor, kv: Tensor, documents: Tensor | None, core: str, window: int, soft_cap: float
-) -> tuple[Tensor, Tensor]:
-    """`OverRanks.attend`. documents: their number."""
-    return cores[core].attend(q, kv, Sees(numbered(documents), Scores(window, soft_cap)))
-
-
-@_attend.register_fake
-def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    B, H, t, d = q.shape
-    return q.new_empty(B, t, H * d), q.new_empty(B, H, t, dtype=torch.float32)
-
-
-@custom_op("fivefold::attend_over_ranks_backward", mutates_args=())
-def _attend_backward(
-    q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dout: Tensor, documents: Tensor | None, core: str,
-    window: int, soft_cap: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    sees = Sees(numbered(documents), Scores(window, soft_cap))
-    return cores[core].backward((q, kv, out, lse, documents), dout, sees)
-
-
-@_attend_backward.register_fake
-def _(q: Tensor, kv: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(kv)
 
 
 class RingAttention(OverRanks):
@@ -256,13 +190,13 @@ class RingAttention(OverRanks):
 
     def _shared(self, q: Tensor, sees: Sees) -> list[Shared] | None:
         """What documents and a window leave of each turn. With a window that is tiles on GPUs, too: flash attention
-        knows windows only where the last query sees the last key."""
+        knows windows only where the last query sees the last key, and no caps."""
         T = q.shape[2] * self.axis.size
         window = sees.scores.window if sees.scores.window < T else 0
         if (documents := sees.parts(q, T)) is None:
             return None
         columns = ring_columns(self.layout, T, self.axis.index, self.causal, window)
-        if window:
+        if window or sees.scores.soft_cap:
             return [documents.tiles(*turn, self.causal, q.element_size(), window) for turn in columns]
         return [documents.shared(*turn, self.causal, q) for turn in columns]
 
@@ -383,18 +317,18 @@ Parts = list[tuple[slice, list[Seen]]]
 
 
 def parts_of(
-    columns: Columns, T: int, causal: bool, documents: Documents | None, like: Tensor, window: int = 0
+    columns: Columns, T: int, causal: bool, documents: Documents | None, like: Tensor, scores: Scores = PLAIN
 ) -> Parts:
-    """What a rank with the queries at these columns computes, given the keys of all T. like: queries. window: with
-    documents."""
+    """What a rank with the queries at these columns computes, given the keys of all T. like: queries. scores: a
+    window with documents, and a cap."""
     if documents is None and not causal:
         return [(slice(None), [(slice(T), False, None)])]
     found, start = Parts(), 0
     for a, b in columns:
         rows = slice(start, start := start + b - a)
         if documents is not None:
-            keys = gathered_keys((a, b), T, causal, window)
-            shared = documents.shared(((a, b),), (keys,), causal, like, window)
+            keys = gathered_keys((a, b), T, causal, scores.window)
+            shared = documents.shared(((a, b),), (keys,), causal, like, scores)
             found.append((rows, [(slice(*keys), causal, shared)]))
         else:
             before: list[Seen] = [(slice(a), False, None)] if a else []
@@ -431,7 +365,7 @@ class GatheredAttention(OverRanks):
         every = () if sees.documents is None else sees.documents.columns
         every = every or [joined(token_spans(self.layout, T, index)) for index in range(self.axis.size)]
         own = every[self.axis.index]
-        return every, parts_of(own, T, self.causal, sees.parts(q, T), q, sees.scores.window)
+        return every, parts_of(own, T, self.causal, sees.parts(q, T), q, sees.scores)
 
 
 def _all_keys(kv: Tensor, axis: Axis, every: Sequence[Columns]) -> Tensor:

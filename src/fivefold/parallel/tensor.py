@@ -25,8 +25,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fivefold.comm import Axis, Started
-from fivefold.kernels import cross_entropy, matmul, native
-from fivefold.kernels.gpu import registry
+from fivefold.kernels import cross_entropy, matmul
+from fivefold.kernels.cross_entropy import cap_
 from fivefold.kernels.matmul import assert_on_device, loss_and_gradient, mean_by_chunks
 from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.models.base import LanguageModel
@@ -90,7 +90,7 @@ def apply(stage: nn.Module, mesh: Mesh, card: Model) -> list[str]:
             first = stage.get_submodule(card.whole_sequences[0].removesuffix("."))
             first.register_forward_pre_hook(lambda _, inputs: (whole(inputs[0], axis), *inputs[1:]))
         assert type(stage.output) is Output, "replaced before"
-        stage.output = VocabularyOutput(replace(axis, sp=sp and not card.whole_sequences))
+        stage.output = VocabularyOutput(replace(axis, sp=sp and not card.whole_sequences), stage.output.cap)
     computes = {n: p.computes for n, p in parts(card, mesh.layout, mesh.rank).items() if n in table}
     for name, parameter in list(stage.named_parameters()):
         if name in computes:  # it becomes this rank's part
@@ -290,24 +290,24 @@ class VocabularyOutput(Output):
     """Replaces `models.layers.Output`. weight and bias: the rows of this rank. x: whole, or with sp cut along the
     sequence. Targets and logits are always whole."""
 
-    def __init__(self, axis: TensorAxis):
+    def __init__(self, axis: TensorAxis, cap: float = 0.0):
         super().__init__()
-        self.axis = axis
+        self.axis, self.cap = axis, cap
 
     def forward(
         self, x: Tensor, weight_vD: Tensor, targets_BT: Tensor | None, bias_v: Tensor | None = None
     ) -> Tensor:
         if targets_BT is None:
             logits = matmul.linear(enter(x, self.axis), weight_vD, bias_v)
-            return join(logits.float(), self.axis)
+            return join(self.capped(logits.float()), self.axis)
         targets, axis = targets_BT.long(), self.axis
         if axis.sp:  # targets follow the order of the pieces, which saves copies of x
             axis = replace(axis, ordered=False)
             targets = torch.cat(targets.chunk(axis.size, dim=1))  # (tp B, t)
-        if self.drawing is None and native.in_triton(registry.LOSS, x):
+        if self.in_triton(x):
             return self._by_tiles(enter(x, axis), weight_vD, targets.flatten(), bias_v)
         grad = torch.is_grad_enabled()
-        return _Loss.apply(x, weight_vD, targets, bias_v, axis, grad, self.z_factor, self.drawing)
+        return _Loss.apply(x, weight_vD, targets, bias_v, axis, grad, self.z_factor, self.drawing, self.cap)
 
     def _by_tiles(self, x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> Tensor:
         """`_Loss` as kernels/gpu/loss.py computes it: backward computes the gradients. x whole (B, T, D)."""
@@ -339,6 +339,7 @@ class _Loss(Function):
         grad: bool,
         z_loss: float,
         drawing: cross_entropy.Keys | None,
+        cap: float,
     ) -> Tensor:
         whole = axis.start_whole(x)().contiguous()  # (B, T, D) or (tp B, t, D)
         x_ND, targets_N = whole.flatten(0, 1), targets.flatten()
@@ -349,9 +350,10 @@ class _Loss(Function):
 
         def chunk(part: slice, losses: Tensor, scale: Tensor) -> Tensor:
             logits, targets = matmul.linear(x_ND[part], weight, bias), targets_N[part]
+            slope = cap_(logits, cap)
             if drawing is not None:
                 targets = targets.where(targets < 0, _drawn(logits, targets, drawing, first, axis))
-            return loss_and_gradient(logits, targets, losses, scale, z_loss, first, together)
+            return loss_and_gradient(logits, targets, losses, scale, z_loss, first, together, slope)
 
         def together(statistics: Tensor) -> Tensor:
             return axis.axis.run(STATISTICS, statistics).view(axis.size, LOSS_STATISTICS, -1)
@@ -377,7 +379,7 @@ class _Loss(Function):
         ctx.dx = None  # the loss keeps this context, and so the gradient, until the next loss
         ctx.gone = True
         dx, dweight, dbias = (None if g is None else matmul.times(g, factor, ctx.dtype) for g in found)
-        return dx, dweight, None, dbias, None, None, None, None
+        return dx, dweight, None, dbias, *[None] * 5
 
 
 def _drawn(logits: Tensor, tokens: Tensor, key: cross_entropy.Keys, first: int, axis: TensorAxis) -> Tensor:

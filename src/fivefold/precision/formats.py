@@ -67,6 +67,14 @@ class Format:
         last = 2**self.fraction - 1 - (self.specials == "nan" and self.fraction > 0)
         return 2.0**self.highest * (1 + last * self.epsilon)
 
+    def value(self, code: int) -> float:
+        """The number that is stored as these bits. Infinities and NaN are no such."""
+        fraction, rest = code & (2**self.fraction - 1), code >> self.fraction
+        exponent, sign = rest & (2**self.exponent - 1), -1 if self.signed and rest >> self.exponent else 1
+        if self.fraction and not exponent:
+            return sign * self.smallest * fraction
+        return sign * 2.0 ** (exponent - self.bias) * (1 + fraction * self.epsilon)
+
     @property
     def smallest_normal(self) -> float:
         return 2.0**self.lowest

@@ -30,6 +30,12 @@ TIED = "embed.weight"
 """The parameter that the output layer shares if embeddings are tied."""
 
 
+def is_matrix(name: str, shape: Shape) -> bool:
+    """True for a parameter that multiplies, or a stack of such; False for vectors, and for biases of experts, which are
+    a stack of vectors."""
+    return len(shape) > 1 and not name.endswith("bias")
+
+
 @dataclass(frozen=True)
 class Cut:
     """The division of a parameter: `dim` of the tensor, over `axis` of the mesh. The dim consists of sections, and each

@@ -35,7 +35,7 @@ from fivefold.parallel.replica import Gathered, assert_owned_once
 from fivefold.precision import DTYPES, PRECISIONS, Mode, chosen, sent, torch_dtype
 from fivefold.recipe import LeftOut, OptimSection, Recipe, count_parameters
 from fivefold.sharding.layout import Layout
-from fivefold.sharding.parts import Part, held, size_of
+from fivefold.sharding.parts import Part, held, is_matrix, size_of
 from fivefold.sharding.tiers import tiers
 from fivefold.step.custom import NOTHING, UserFunctions, custom_model, make_equal, use_loss
 from fivefold.step.qk_clip import QKClip
@@ -294,7 +294,7 @@ def rate_of(
     """The learning rate of a parameter, relative to `optim.lr`. embeddings: names of embeddings and output layer; None:
     our models have nothing else outside of blocks."""
     factor, _ = factors(optim.groups, name)
-    if len(shape) < 2:
+    if not is_matrix(name, shape):
         return factor * (optim.lr_vectors or optim.lr) / optim.lr
     if not name.startswith("blocks.") if embeddings is None else name in embeddings:
         return factor * (optim.lr_embeddings or optim.lr) / optim.lr

@@ -12,7 +12,7 @@ from fivefold.sharding.parts import Shape
 class Card(qwen3.Card):
     summary = "qwen3 with sliding windows in most blocks, norms around sublayers, GELU gates"
     attention_biases = False
-    sandwich_norm = windows = patterned = local_rotation = True
+    sandwich_norm = windows = patterned = local_rotation = scaled_scores = True
     regional = tuple(f"attention.{norm}.delta" for norm in qwen3.NORMS)
 
     def defaults(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from fivefold.models.section import ModelSection
 
 MODEL_TYPE = "gemma3_text"
 ARCHITECTURE = "Gemma3ForCausalLM"
-TIED, rename = llama.TIED, llama.rename
+TIED, rename, problems = llama.TIED, llama.rename, olmo3.problems
 NORMS = ("input_layernorm", "pre_feedforward_layernorm")
 AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
 SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -30,7 +30,7 @@ FIELDS: Fields = llama.FIELDS | {
     "tie_word_embeddings": ("tie_embeddings", True),
 }
 WIDTH = 256
-"""Of a head, in a file that does not say it."""
+"""Of a head, and of what scores are divided by the root of, in a file that does not say it."""
 
 
 def entries(model: ModelSection) -> list[Entry]:
@@ -48,20 +48,23 @@ def entries(model: ModelSection) -> list[Entry]:
 
 
 def to_config(model: ModelSection) -> dict[str, Any]:
-    """Theirs has a padding token by default, whose row of the embedding gets no gradient."""
-    config = {key: value for key, value in llama.decoder(model).items() if key != "hidden_act"}
-    scale = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": model.head_width}
     older = {"rope_local_base_freq": (model.local or model).rope_theta}  # transformers 4
-    return config | scale | older | olmo3.windows(model) | {"attention_bias": False, "pad_token_id": None}
+    return common(model) | older | olmo3.windows(model)
+
+
+def common(model: ModelSection) -> dict[str, Any]:
+    """Keys of all Gemmas. Theirs has a padding token by default, whose row of the embedding gets no gradient."""
+    config = {key: value for key, value in llama.decoder(model).items() if key != "hidden_act"}
+    gate = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "pad_token_id": None}
+    return config | gate | {"query_pre_attn_scalar": model.score_width or model.head_width}
 
 
 def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    return olmo3.from_windows({"head_dim": WIDTH, **config}, every=6, theta=1e6, local=1e4)
+    config = {"head_dim": WIDTH, **config}
+    return olmo3.from_windows(config, every=6, theta=1e6, local=1e4) | scores(config)
 
 
-def problems(config: Mapping[str, Any]) -> list[str]:
-    """Those of rotary positions, and scores with another factor than one by a head's width."""
-    found, width = olmo3.problems(config), config.get("head_dim", WIDTH)
-    if (scale := config.get("query_pre_attn_scalar", WIDTH)) != width:
-        found.append(f"query_pre_attn_scalar = {scale}; only head_dim = {width} is supported")
-    return found
+def scores(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What scores are divided by the root of."""
+    width = config.get("query_pre_attn_scalar", WIDTH)
+    return {"score_width": None if width == config["head_dim"] else width}

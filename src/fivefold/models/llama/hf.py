@@ -87,8 +87,8 @@ def _scaling(model: ModelSection) -> dict[str, Any] | None:
     if model.rope_scaling == LINEAR:
         return {"rope_type": LINEAR, "factor": model.rope_factor}
     low, high = LIMITS[model.rope_scaling]
-    amplitude = {"attention_factor": model.rope_amplitude} if model.rope_scaling == "yarn" else {}
-    return amplitude | {
+    own = {"attention_factor": model.rope_amplitude, "truncate": model.rope_truncate}
+    return (own if model.rope_scaling == "yarn" else {}) | {
         "rope_type": model.rope_scaling,
         "factor": model.rope_factor,
         low: model.rope_low,
@@ -125,6 +125,7 @@ def scaled(rope: Mapping[str, Any]) -> dict[str, Any]:
         "rope_context": rope["original_max_position_embeddings"],
     }
     if kind == "yarn":
+        found["rope_truncate"] = rope.get("truncate", True)
         found["rope_mscale"] = round((amplitude(rope) - 1) / (0.1 * math.log(rope["factor"])), 9)
     return found
 
@@ -150,8 +151,6 @@ def problems(config: Mapping[str, Any], partly: bool = False) -> list[str]:
         if (kind := _kind(rope)) not in ("default", LINEAR, *LIMITS):
             kinds = " and ".join(f'"{kind}"' for kind in (LINEAR, *LIMITS))
             found.append(f'{key} has rope_type "{kind}"; only "default" (unscaled), {kinds} are supported')
-        elif kind == "yarn" and rope.get("truncate", True) is not True:
-            found.append(f"{key} has truncate = {rope['truncate']}; only true is supported")
         elif kind == "yarn" and amplitude(rope) < 1:
             found.append(
                 f"{key} has an attention_factor of {amplitude(rope):g}; only 1 and more are supported"

@@ -76,10 +76,11 @@ class Model(LanguageModel):
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
         self.section, self.local, self.width = model, model.local, model.rotary_width
-        self.amplitude = self.amplitude or model.rope_amplitude
+        self.amplitude = (self.amplitude or model.rope_amplitude) * model.score_amplitude
         self.still = (model.head_width - self.width) // 2 if model.rotary_dim else 0
         """Pairs of features that do not rotate: their angle is 0."""
         self.dropout = model.dropout
+        self.output.cap = model.logit_cap
         self.embed = Embedding(known(model.vocab_size), model.dim)
         self.blocks = block_dict([self.block_type(model, number) for number in range(model.blocks)])
         self.norm = self.norm_type(model.dim, known(model.norm_eps))
@@ -91,7 +92,7 @@ class Model(LanguageModel):
     def context(self, positions_T: Tensor) -> tuple[Tensor, ...]:
         tables = rope_table(positions_T, self.section, self.width, self.amplitude)
         if self.local is not None:
-            tables = (*tables, *rope_table(positions_T, self.local, self.width, 1.0))
+            tables = (*tables, *rope_table(positions_T, self.local, self.width, self.local.score_amplitude))
         if (rest := self.still) == 0:
             return tables
         return tuple(F.pad(table, (0, rest), value=float(i % 2 == 0)) for i, table in enumerate(tables))

@@ -12,12 +12,14 @@ from fivefold.models.section import ModelSection
 class Model(llama.Model):
     """Llama with a `Mixture` as feed-forward in all blocks except the first `dense_layers`."""
 
+    mixture_type: type[Mixture] = Mixture
+
     def __init__(self, model: ModelSection) -> None:
         super().__init__(model)
         card = card_of(model)
         for number, mixed in enumerate(card.mixed):
             block = self.blocks[str(number)]
             if mixed:
-                block.mlp = Mixture(model, card.gated_shared)
+                block.mlp = self.mixture_type(model, card.gated_shared)
             if number >= model.layers:
                 block.ahead = Ahead(model)

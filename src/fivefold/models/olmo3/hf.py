@@ -24,11 +24,15 @@ def to_config(model: ModelSection) -> dict[str, Any]:
 
 def windows(model: ModelSection) -> dict[str, Any]:
     """The keys of windows, and of rotary positions of both kinds of blocks."""
-    kinds = [NEAR if model.window(number) else FULL for number in range(model.layers)]
     near = llama.decoder(model.local or model)["rope_parameters"]
     rope = {FULL: llama.decoder(model)["rope_parameters"], NEAR: near}
-    window = {"sliding_window": model.sliding_window or None, "layer_types": kinds}
-    return window | {"rope_parameters": rope}
+    return kinds(model) | {"rope_parameters": rope}
+
+
+def kinds(model: ModelSection) -> dict[str, Any]:
+    """The keys of windows alone."""
+    each = [NEAR if model.window(number) else FULL for number in range(model.layers)]
+    return {"sliding_window": model.sliding_window or None, "layer_types": each}
 
 
 def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,12 +46,17 @@ def from_windows(config: Mapping[str, Any], every: int, theta: float, local: flo
     fields = llama.from_config({**config, "rope_parameters": full, "rope_scaling": None})
     if near != full:
         fields["rope_local_theta"] = float(near["rope_theta"])
+    return fields | from_kinds(config, every)
+
+
+def from_kinds(config: Mapping[str, Any], every: int, width: int = 4096) -> dict[str, Any]:
+    """The inverse of `kinds`. every, width: what a file means that names no pattern and no window."""
     every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or every
     every = every_nth_full(config, FULL, NEAR, every)
-    window = config.get("sliding_window", 4096) or 0
+    window = config.get("sliding_window", width) or 0
     if every == 1:  # all of them
         window = every = 0
-    return fields | {"sliding_window": window, "full_every": every if window else 0}
+    return {"sliding_window": window, "full_every": every if window else 0}
 
 
 def rope_of(config: Mapping[str, Any], theta: float, local: float | None) -> tuple[dict[str, Any], ...]:
