@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from observe_browser import Browser
+
 from fivefold.play.server import ADDRESS, Guard, Server, listen, make_app
 
 TOKEN = "a-token-of-the-tests"
@@ -82,3 +84,18 @@ def playing(*folders: Path, host: str = ADDRESS, jobs: bool = False) -> Iterator
         server.should_exit = True
         for thread in threads:
             thread.join(10)
+
+
+def until(browser: Browser, condition: str, seconds: float = 60) -> None:
+    """Waits until a condition holds in the page."""
+    end = time.monotonic() + seconds
+    while not browser.evaluate(f"Boolean({condition})"):
+        assert time.monotonic() < end, (condition, browser.evaluate("document.body.innerText")[:2000])
+        time.sleep(0.05)
+
+
+def press(browser: Browser, words: str) -> None:
+    """Presses the button with these words, once it is there."""
+    found = f"[...document.querySelectorAll('button')].find((one) => one.textContent === {words!r})"
+    until(browser, f"{found} && !{found}.disabled")
+    browser.evaluate(f"{found}.click()")

@@ -51,8 +51,8 @@ export function picture(text, label) {
   return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label }, document.importNode(made, true));
 }
 
-/** A table. rows: arrays of text or elements; the first cell names its row. */
-export const table = (head, rows) => el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "table" },
+/** A table. rows: arrays of text or elements; the first cell names its row. label: for screen readers. */
+export const table = (head, rows, label = "Table") => el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label },
   el("table", {}, el("thead", {}, el("tr", {}, head.map((cell) => el("th", { scope: "col" }, cell)))),
     el("tbody", {}, rows.map(([first, ...cells]) =>
       el("tr", {}, el("th", { scope: "row" }, first), cells.map((cell) => el("td", {}, cell)))))));

@@ -25,9 +25,9 @@ export async function show(root, api) {
       event.target.checked ? picked.add(row.name) : picked.delete(row.name);
     } }), " ", row.name);
     const kept = document.activeElement?.closest?.("td, th") && document.activeElement.textContent;
-    place.replaceChildren(shown.length ? table(["Run", "", "State", "Layout", ...keys.map(head)], shown.map((row) =>
+    place.replaceChildren(shown.length ? table(["Run", "More", "State", "Layout", ...keys.map(head)], shown.map((row) =>
       [box(row), button("More", () => about(row.name), { "aria-label": `More on ${row.name}` }), el("a", { href: `#train/${encodeURIComponent(row.name)}` }, row.kind ? state(row) : "..."), row.layout || row.problem || "",
-        ...keys.map((key) => row.shown?.[key] ?? "")]))
+        ...keys.map((key) => row.shown?.[key] ?? "")]), "Runs")
       : el("p", { class: "none" }, rows.size ? "No run matches." : "There is no run here yet. Train one."));
     if (kept) [...place.querySelectorAll("button")].find((one) => one.textContent === kept)?.focus();
   }
@@ -61,7 +61,7 @@ export async function show(root, api) {
         el("select", { "aria-label": "Loss", onchange: draw }, option("train", kind, "training loss, smoothed"), option("val", kind, "validation loss")),
         spans((share) => made?.last(share))),
       plot, el("h2", {}, "What differs in their recipes"), Object.keys(found.differences).length
-        ? table(["Field", ...runs], Object.entries(found.differences).map(([key, values]) => [key, ...values.map((v) => (v == null ? "unset" : String(v)))]))
+        ? table(["Field", ...runs], Object.entries(found.differences).map(([key, values]) => [key, ...values.map((v) => (v == null ? "unset" : String(v)))]), "Differences")
         : el("p", { class: "none" }, "No field.")));
     const made = lines.length ? curves(plot, lines, { across: axis, log: true }) : null;
     if (made) made.set(uPlot.join(lines.map((one) => one.points)));

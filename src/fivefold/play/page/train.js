@@ -94,7 +94,7 @@ function watch(root, api, name) {
   const which = el("select", { "aria-label": "Second curve", onchange: () => { below = which.value; second(); draw(true); } },
     Object.entries(BELOW).map(([value, title]) => el("option", { value }, title)));
   const section = (title, ...content) => el("section", {}, el("h2", {}, title), ...content);
-  root.append(el("div", { class: "head" }, el("h2", {}, name), words, buttons), wrong, figures,
+  root.append(el("h2", { class: "sr" }, name), el("div", { class: "head row" }, words, buttons), wrong, figures,
     section("Loss", el("div", { class: "row" }, el("label", {}, "Smoothing ", slider), el("label", {}, log, " log scale"),
       spans((share) => plots.forEach((plot) => plot.last(share)))), loss, el("div", { class: "row" }, which), other),
     section("Samples", texts), section("Ranks", table_), section("A step's timeline", time_), own);
@@ -156,7 +156,7 @@ function watch(root, api, name) {
       ...restarts.map((text) => el("p", { class: "alarm" }, `Restarted ${text}`)),
       condition.kind !== "training" && condition.kind !== "complete" && /error|failed/i.test(said) ? el("pre", { class: "alarm", tabindex: 0 }, said) : "");
     table_.replaceChildren(ranks.length ? table(["Rank", "Step", "Does", "Memory"], ranks.map((rank) =>
-      [String(rank.rank), rank.step == null ? "–" : rank.step.toLocaleString("en"), rank.does, bytes(rank.memory)]))
+      [String(rank.rank), rank.step == null ? "–" : rank.step.toLocaleString("en"), rank.does, bytes(rank.memory)]), "Ranks")
       : el("p", { class: "none" }, condition.kind === "training" ? "Its ranks are on another machine." : "No rank trains now."));
   }
 
@@ -226,7 +226,8 @@ function watch(root, api, name) {
     ({ condition = condition, planned = planned, ranks = ranks, restarts = restarts, said = said } = found);
     if (found.columns) take(found);
     head();
-    if (condition.kind !== before) { before = condition.kind; load().catch((error) => tell(error.message, true)); }
+    if (condition.kind !== before || found.again) {  // a run that resumes may have another layout
+      before = condition.kind; load().catch((error) => tell(error.message, true)); }
   });
   return () => { end(); plots.forEach((plot) => plot.end()); };
 }

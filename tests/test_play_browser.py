@@ -1,0 +1,192 @@
+"""The page of `fivefold play` in a real browser, where there is one: drawn, quiet, as wide as the window, by keyboard;
+hostile runs are text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import observe_browser
+import pytest
+from observe_browser import Browser
+from observe_run import make_run
+from playing import Play, playing, press, until
+
+from fivefold.files import owned
+from fivefold.observe import timelines
+from fivefold.schedules.timelines import COMPUTE, Span, StepTimeline
+
+PROGRAM = observe_browser.find()
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason=observe_browser.MISSING)
+EVIL = "<img src=x onerror=window.evil=1><script>window.evil=1</script>"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    assert PROGRAM
+    with Browser(PROGRAM, timeout=60) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A usual run, one whose name, recipe, metrics and traces are hostile, and one without a step."""
+    folder = tmp_path_factory.mktemp("play") / "runs"
+    make_run(folder / "usual", steps=200)
+    evil = make_run(folder / EVIL.replace("/", "|"), steps=40)
+    (evil / "recipe.toml").write_text((evil / "recipe.toml").read_text().replace("def ", EVIL))
+    with (evil / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 40, "sample": EVIL, "alarm": EVIL}) + "\n")
+    (evil / "restarts.jsonl").write_text(json.dumps({"time": EVIL, "why": EVIL}) + "\n")
+    span = Span(COMPUTE, "forward", f"x.{EVIL}", 0.0, 0.5)
+    timelines.write(evil, StepTimeline((span, Span(EVIL, "message", EVIL, 0.2, 0.6, 8)), 0, 20))
+    (make_run(folder / "new", steps=4) / "metrics.jsonl").unlink()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def play(folder: Path) -> Iterator[Play]:
+    with playing(folder) as play:
+        yield play
+
+
+def show(browser: Browser, play: Play, place: str, width: int = 1400, dark: bool = False) -> None:
+    browser.call(
+        "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 500
+    )
+    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+    browser.call("Emulation.setEmulatedMedia", features=[scheme])
+    browser.call("Page.navigate", url="about:blank")
+    browser._until(lambda m: m.get("method") == "Page.loadEventFired")
+    browser.requests.clear()
+    browser.errors.clear()
+    browser.call("Page.navigate", url=f"{play.url}#{place}")
+    browser._until(lambda m: m.get("method") == "Page.loadEventFired")
+
+
+def named(run: Path) -> str:
+    return (
+        str(run)
+        .replace("%", "%25")
+        .replace("/", "%2F")
+        .replace("<", "%3C")
+        .replace(">", "%3E")
+        .replace(" ", "%20")
+    )
+
+
+def check_quiet(browser: Browser, play: Play, width: int) -> None:
+    refused = "400 (Bad Request)"  # the console's line for what the page tells in words
+    assert [error for error in browser.errors if refused not in error] == []
+    assert all(url.startswith((play.origin, "data:")) for url in browser.requests), browser.requests
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    assert browser.evaluate("window.evil") is None
+    assert browser.evaluate("document.querySelectorAll('main img, main script, main style').length") == 0
+    assert "token" not in browser.evaluate("location.href")
+    assert browser.evaluate("document.cookie") == ""  # scripts cannot read it
+    for node in browser.call("Accessibility.getFullAXTree")["nodes"]:
+        role = node.get("role", {}).get("value")
+        if role in ("button", "link", "textbox", "searchbox", "combobox", "checkbox", "slider", "region"):
+            assert node.get("ignored") or node.get("name", {}).get("value"), node
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1400, False), (390, True)])
+def test_a_run_is_drawn(browser: Browser, play: Play, folder: Path, width: int, dark: bool) -> None:
+    show(browser, play, f"train/{named(folder / 'usual')}", width, dark)
+    until(browser, "/^[1-9]/.test(document.querySelector('.figures dd')?.textContent)")
+    until(browser, "document.querySelectorAll('canvas').length === 2")
+    until(browser, "document.querySelector('.sample pre')?.textContent.startsWith('def f(x):')")
+    until(browser, "document.querySelector('.copy pre')?.textContent.startsWith('fivefold train ')")
+    # Something is drawn in the canvas: pixels of more than the grid's colours
+    colors = """(() => {
+      const canvas = document.querySelector('canvas'), found = new Set();
+      const d = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+      for (let i = 0; i < d.length; i += 4) if (d[i + 3] > 200) found.add(d[i] << 16 | d[i + 1] << 8 | d[i + 2]);
+      return found.size; })()"""
+    assert browser.evaluate(colors) > 10
+    check_quiet(browser, play, width)
+
+
+def test_a_hostile_run_is_text(browser: Browser, play: Play, folder: Path) -> None:
+    run = folder / EVIL.replace("/", "|")
+    show(browser, play, f"train/{named(run)}")
+    until(browser, "document.querySelectorAll('.alarm').length === 2")
+    press(browser, "Show, measured and planned")
+    until(browser, "document.querySelector('main svg text')")
+    until(browser, f"document.querySelector('.sample pre')?.textContent === {json.dumps(EVIL)}")
+    assert EVIL in browser.evaluate("document.querySelector('.alarm').textContent")
+    assert (
+        browser.evaluate("document.querySelectorAll('main svg script, main svg img, main svg style').length")
+        == 0
+    )
+    check_quiet(browser, play, 1400)
+    show(browser, play, "runs")
+    until(browser, "document.querySelectorAll('tbody tr').length === 3")
+    until(browser, "![...document.querySelectorAll('tbody a')].some((a) => a.textContent === '...')")
+    browser.evaluate("document.querySelectorAll('tbody input').forEach((box) => box.click())")
+    browser.evaluate("[...document.querySelectorAll('tbody button')].forEach((more) => more.click())")
+    press(browser, "Compare")  # one of them has no metrics
+    until(browser, "document.getElementById('told').textContent.includes('no metrics here')")
+    browser.evaluate("""[...document.querySelectorAll('tbody tr')].forEach((row) => {
+        if (row.textContent.includes('runs/new')) row.querySelector('input').click(); })""")
+    press(browser, "Compare")
+    until(browser, "document.querySelector('canvas')")
+    check_quiet(browser, play, 1400)
+
+
+def test_a_step_is_shown_as_it_comes(browser: Browser, play: Play, folder: Path) -> None:
+    run = make_run(folder / "live", steps=30)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:10]))
+    with owned(run):
+        show(browser, play, f"train/{named(run)}")
+        until(browser, "document.querySelector('.lead[role]')?.textContent === 'training, step 7 of 30'")
+        until(browser, "[...document.querySelectorAll('button')].some((one) => one.textContent === 'Pause')")
+        until(
+            browser, "document.querySelector('main').textContent.includes('trains')"
+        )  # its rank: this process
+        with (run / "metrics.jsonl").open("a") as file:
+            file.writelines(lines[10:])
+        until(browser, "document.querySelector('.lead[role]')?.textContent === 'training, step 30 of 30'")
+    until(browser, "document.querySelector('.lead[role]')?.textContent === 'complete, step 30 of 30'")
+    until(browser, "![...document.querySelectorAll('button')].some((one) => one.textContent === 'Pause')")
+    check_quiet(browser, play, 1400)
+
+
+def key(browser: Browser, name: str, code: int, text: str = "") -> None:
+    for kind in ("keyDown", "keyUp"):
+        browser.call("Input.dispatchKeyEvent", type=kind, key=name, code=name, windowsVirtualKeyCode=code,
+                     **({"text": text} if text and kind == "keyDown" else {}))  # fmt: skip
+
+
+def test_the_keyboard_reaches_all(browser: Browser, play: Play, folder: Path) -> None:
+    show(browser, play, f"train/{named(folder / 'usual')}")
+    until(browser, "document.querySelectorAll('.copy button').length >= 2")
+    reached = set()
+    for _ in range(40):
+        key(browser, "Tab", 9)
+        words = "document.activeElement.textContent.trim().slice(0, 30) || document.activeElement.type"
+        reached.add(browser.evaluate(f"document.activeElement.tagName + ' ' + ({words})"))
+    wanted = {"A Skip to the content", "A Train", "A Runs", "SUMMARY Start a run", "BUTTON Train again", "INPUT range",
+              "INPUT checkbox", "BUTTON Copy", "SUMMARY Recipe"}  # fmt: skip
+    assert wanted <= reached, wanted - reached
+    show(browser, play, "train")
+    until(browser, "document.querySelectorAll('#tabs a').length >= 2")
+    place = "[...document.querySelectorAll('#tabs a')].findIndex((one) => one.textContent === 'Runs')"
+    for _ in range(2 + browser.evaluate(place)):
+        key(browser, "Tab", 9)
+    assert browser.evaluate("document.activeElement.textContent") == "Runs"
+    key(browser, "Enter", 13, "\r")
+    until(browser, "location.hash === '#runs' && document.querySelector('tbody')")
+    assert browser.evaluate("document.querySelector('#tabs a[aria-current]').textContent") == "Runs"
+
+
+def test_the_form_tells_what_is_wrong(browser: Browser, play: Play) -> None:
+    show(browser, play, "train")
+    until(browser, "document.querySelector('.starter option')")
+    browser.evaluate("document.querySelector('.starter textarea').value = 'train.stepz=3'")
+    press(browser, "Train")
+    until(browser, "document.getElementById('told').textContent.includes(\"did you mean 'steps'\")")
+    assert browser.evaluate("document.getElementById('told').className") == "bad"
+    check_quiet(browser, play, 1400)
