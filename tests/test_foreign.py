@@ -398,7 +398,7 @@ def test_torchtitan_defaults_and_earlier_names(tmp_path: Path) -> None:
     ("a.py", "from torchtitan.trainer import Trainer\n", "configurations in Python are programs"),
     ("a.json", '{"hidden_size": 3}', 'model_type = "None" is not supported'),
     ("a.json", '{"model_type": "llama",', "a.json"),
-    ("a.json", json.dumps(HUGGING_FACE | {"model_type": "gemma2"}), 'model_type = "gemma2" is not supported; the '
+    ("a.json", json.dumps(HUGGING_FACE | {"model_type": "granite"}), 'model_type = "granite" is not supported; the '
      "nearest kind is llama, and the first difference: llama has no made_up = 3"),
     ("a.json", json.dumps(HUGGING_FACE | {"hidden_act": "gelu"}), "hidden_act = gelu; only silu or swish"),
     ("a.yaml", "num_layers: 3\nwhat is this\n", '--num-layers: layers = "3 what is this": must be'),
