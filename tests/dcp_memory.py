@@ -16,7 +16,7 @@ import fivefold.checkpoint.dcp.write  # noqa: F401  what it imports is no part o
 from fivefold.checkpoint import store, write
 from fivefold.checkpoint.source import export_run, import_folder
 from fivefold.models.card import card_of
-from fivefold.models.hf import Weight
+from fivefold.models.weights import Weight
 from fivefold.recipe import ModelSection, Recipe, TrainSection, resolve, to_toml
 
 

@@ -23,8 +23,9 @@ from fivefold.kernels.matmul import linear_cross_entropy
 from fivefold.kernels.tiling import Sample, Tiling, max_pairs, max_scores
 from fivefold.models.base import build
 from fivefold.models.card import active_parameters, card_of, flops_per_token
-from fivefold.models.hf import from_hf_config, held, hf_config, made_from_hf, to_hf
+from fivefold.models.hf import from_hf_config, hf_config, made_from_hf, to_hf
 from fivefold.models.rules import model_rules
+from fivefold.models.weights import held
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.messages import volume
 from fivefold.plan.predict import held as at_peak

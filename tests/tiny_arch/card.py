@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold.models import card, work
-from fivefold.models.card import attention, rms_norm, swiglu, under
 from fivefold.models.operations import Operation, Program, Sizes
+from fivefold.models.tables import attention, rms_norm, swiglu, under
 from fivefold.sharding.parts import Shape
 
 

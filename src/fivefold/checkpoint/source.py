@@ -26,8 +26,9 @@ from fivefold.data.chat import TEMPLATE_FILE, ChatTemplate, beside
 from fivefold.data.tokenizer import KNOWN_MASKS, NoSuchToken, Tokenizer, load_tokenizer
 from fivefold.data.tokenizer import MOST_BYTES as MOST_TOKENIZER
 from fivefold.errors import UserError
-from fivefold.models.hf import INDEX, WEIGHTS, Weight, for_hf, from_hf_config, held, hf_config, made_from_hf
+from fivefold.models.hf import INDEX, WEIGHTS, for_hf, from_hf_config, hf_config, made_from_hf
 from fivefold.models.section import ModelSection
+from fivefold.models.weights import Weight, held
 from fivefold.recipe import DataSection, Recipe, TrainSection, load, to_toml
 from fivefold.recipe.load import hf_model
 from fivefold.sharding.parts import Shape

@@ -25,7 +25,7 @@ from fivefold.comm.progress import progress
 from fivefold.errors import BusyError, UserError, system_error
 from fivefold.files import flush, make_folder, remove, rename, stream
 from fivefold.files import write as write_file
-from fivefold.models.hf import Weight
+from fivefold.models.weights import Weight
 
 MAX_SHARD_BYTES = 256 << 20
 """Of a file. Several are hashed at once when they are read."""

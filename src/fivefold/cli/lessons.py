@@ -270,15 +270,13 @@ def terms(
     options.require_writable(svg=svg)
     loaded, machine, software = shared.read(Typed(recipe, set_ or [], cluster), layout)
     run = budgets.Asked(tokens, deadline).of(loaded)
-    length, end = (run.tokens, run.deadline) if run else (budgets.run_tokens(loaded), None)
-    asked = counting.Asked(predict(loaded, machine, software), convention, length, end, psi, flops)
+    budget = (run.tokens, run.deadline) if run else (budgets.run_tokens(loaded), None)
+    asked = counting.Asked(predict(loaded, machine, software), convention, *budget, psi, flops)
     found = counting.terms(asked, sections)
     if svg is not None:
         options.save_as("--svg", svg, _drawn(asked, sections, Path(recipe).stem))
     if json:
-        values = {
-            name: {term.name: term.as_json() for term in its_terms} for name, its_terms in found.items()
-        }
+        values = {name: {term.name: term.as_json() for term in some} for name, some in found.items()}
         print_json({"recipe": recipe, "convention": convention, "psi": psi, "svg": svg} | values)
         return
     print("\n".join([f"{recipe}: terms, as {convention}", *_lines(found), *([str(svg)] if svg else [])]))

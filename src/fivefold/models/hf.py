@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -28,9 +28,7 @@ from fivefold.models import EXCHANGED, file_of
 from fivefold.models.card import card_of, resolve_model
 from fivefold.models.rules import model_rules
 from fivefold.models.section import ModelSection
-from fivefold.precision import DTYPES
-from fivefold.precision.formats import BLOCKS
-from fivefold.precision.fp8 import BLOCK
+from fivefold.models.weights import FP8, NAMES, QUANTISED, Weight, blocks_of, held, name_of, plain, unlike
 from fivefold.sharding.parts import Shape
 
 if TYPE_CHECKING:
@@ -64,24 +62,6 @@ class Entry:
         shape = ours[::-1] if self.transpose else ours
         whole, rest = math.prod(shape[:-1] or shape), shape[-1:] if len(shape) > 1 else ()
         return [(rows, *rest) for rows in self.rows or (whole,)]
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A weight that is read when it is needed: all of it by `read()`, rows of one of ours by `read((start, stop))`."""
-
-    shape: Shape
-    dtype: torch.dtype
-    read: Callable[..., Tensor]
-
-
-def held(state: Mapping[str, Tensor]) -> dict[str, Weight]:
-    """Tensors in memory as weights."""
-
-    def rows_of(tensor: Tensor, rows: tuple[int, int] | None = None) -> Tensor:
-        return tensor[slice(*rows)] if rows else tensor
-
-    return {n: Weight(tuple(t.shape), t.dtype, partial(rows_of, t)) for n, t in state.items()}
 
 
 def same(ours: str, theirs: str, *kinds: str) -> list[Entry]:
@@ -165,20 +145,9 @@ Fields = dict[str, tuple[str, Any]]
 """Of a key of config.json: our field, and the value that a file without the key means; NEEDED: no file is without it. A
 fraction that is meant says that any number is read as one."""
 NEEDED = object()
-SCALE = "_scale_inv"
-"""What the name of a weight's scales has behind that of the weight."""
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
-"""A quantisation that is read: DeepSeek-V3's."""
-MXFP4 = next(block for block in BLOCKS if block.name == "mxfp4 e2m1")
-"""Another one: that of gpt-oss's experts."""
-PACKED = ("_blocks", "_scales")
-"""What the names of its parts have behind that of the weight."""
-QUANTISED: dict[str, dict[str, Any]] = {"fp8": FP8, "mxfp4": {"quant_method": "mxfp4"}}
 ANYWHERE = {"transformers_version", "use_cache", "bos_token_id", "eos_token_id", "dtype", "_name_or_path"}
 """Keys of config.json that change nothing of the computation, whatever the kind."""
 WRONG = "config.json has a wrong value (fields named as in our recipes)"
-NAMES = tuple(d.torch for d in DTYPES.values() if d.stored and d.multiplied)
-"""torch's names of the dtypes that weights may have."""
 
 
 def to_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tensor]:
@@ -267,10 +236,8 @@ def made_from_hf(state: Mapping[str, Weight], model: ModelSection) -> dict[str, 
     given = {new: tensor for name, tensor in state.items() if (new := rename(name)) is not None}
     entries, copies = exchange.entries(model), exchange.TIED | _copies(exchange, model)
     wanted = {name for entry in entries for name in entry.theirs}
-    packed = {name for name in wanted if {name + end for end in PACKED} <= given.keys()}
-    scales = {name: given.pop(name + SCALE) for name in sorted(wanted) if name + SCALE in given}
-    blocks = {name: tuple(given.pop(name + end) for end in PACKED) for name in sorted(packed)}
-    problems = [f"weight {name} is missing" for name in sorted(wanted - given.keys() - packed)]
+    blocks = blocks_of(given, wanted - {*entries[0].theirs})  # the embedding is never in 8 bits or fewer
+    problems = [f"weight {name} is missing" for name in sorted(wanted - given.keys() - blocks.keys())]
     for name in sorted(given.keys() - wanted):
         original = copies.get(name)
         if original is None:
@@ -281,40 +248,21 @@ def made_from_hf(state: Mapping[str, Weight], model: ModelSection) -> dict[str, 
             )
     _raise_all("the weights do not fit config.json", problems)
 
+    problems += (problem for name, some in blocks.items() for problem in unlike(name, some))
+    _raise_all("the weights do not fit config.json", problems)
+    wide = given[entries[0].theirs[0]].dtype
+    given |= {name: plain(some, wide) for name, some in blocks.items()}
     shapes = card_of(model).parameters | card_of(model).buffers
     ours: dict[str, Weight] = {}
-    wide = given[entries[0].theirs[0]].dtype  # of the embedding, which is never in 8 bits or fewer
-    for name, (values, factors) in blocks.items():
-        if found := _unlike_packed(values, factors):
-            problems.append(f"weight {name}{PACKED[0]} {found}")
-            continue
-        E, R, groups, each = values.shape
-        read = partial(_unpacked, values, factors, wide)
-        given[name] = Weight((E, 2 * groups * each, R), wide, read)
-    _raise_all("the weights do not fit config.json", problems)
-    dtypes = {name: w.dtype if _name(w.dtype) in NAMES else None for name, w in given.items()}
-    dtypes |= dict.fromkeys(scales, wide)
-    for name, scale in scales.items():
-        (R, C), blocks = given[name].shape, scale.shape
-        if _name(given[name].dtype) != "float8_e4m3fn" or blocks != (-(-R // BLOCK), -(-C // BLOCK)):
-            problems.append(
-                f"weight {name} has dtype {_name(given[name].dtype)}, and scales {blocks}; allowed: float8_e4m3fn with "
-                f"a scale for each {BLOCK} x {BLOCK} block"
-            )
-    _raise_all("the weights do not fit config.json", problems)
-    given |= {
-        name: replace(given[name], dtype=wide, read=partial(_widened, given[name], scale, wide))
-        for name, scale in scales.items()
-    }
     for entry in entries:
         parts = [given[name] for name in entry.theirs]
         expected = shapes[entry.ours]
         for name, part, shape in zip(entry.theirs, parts, entry.shapes(expected), strict=True):
             if tuple(part.shape) != shape:
                 problems.append(f"weight {name} has shape {tuple(part.shape)}, config.json asks for {shape}")
-            elif (dtype := dtypes[name]) is None or dtype != dtypes[entry.theirs[0]]:
+            elif name_of(part.dtype) not in NAMES or part.dtype != parts[0].dtype:
                 allowed = f"{', '.join(NAMES)}, the same for {' and '.join(entry.theirs)}"
-                problems.append(f"weight {name} has dtype {_name(part.dtype)}; allowed: {allowed}")
+                problems.append(f"weight {name} has dtype {name_of(part.dtype)}; allowed: {allowed}")
         read = partial(_ours, parts, expected, entry)
         if entry.stacked:
             read = partial(_stack, parts[0], entry.order, entry.transpose, True)
@@ -348,48 +296,9 @@ def _reordered(weight: Weight, order: list[int], rows: tuple[int, int] | None = 
     return tensor[slice(*rows)] if rows else tensor
 
 
-def _widened(weight: Weight, scale: Weight, dtype: torch.dtype) -> Tensor:
-    """A weight in 8 bits, times the scale of each block, in fp32, rounded to `dtype` (DeepSeek-V3, arXiv 2412.19437,
-    section 3.3)."""
-    R, C = weight.shape
-    factors = scale.read().float().repeat_interleave(BLOCK, 0)[:R].repeat_interleave(BLOCK, 1)[:, :C]
-    return weight.read().float().mul_(factors).to(dtype)
-
-
-def _unlike_packed(values: Weight, scales: Weight) -> str:
-    """How blocks and scales differ from those of `MXFP4`; "": they do not."""
-    whole = len(values.shape) == 4 and 2 * values.shape[3] == MXFP4.size and values.shape[:3] == scales.shape
-    if whole and _name(values.dtype) == _name(scales.dtype) == "uint8":
-        return ""
-    return (
-        f"has dtype {_name(values.dtype)} and shape {values.shape}, and scales {_name(scales.dtype)} {scales.shape}; "
-        f"allowed: uint8, with a scale for each {MXFP4.size} values, two to a byte"
-    )
-
-
-def _unpacked(
-    values: Weight, scales: Weight, dtype: torch.dtype, rows: tuple[int, int] | None = None
-) -> Tensor:
-    """Experts in MXFP4 (OCP Microscaling 1.0): values (E, R, C / 32, 16), two in each byte, the lower half first, and
-    scales (E, R, C / 32) -> (E, C, R), transposed as those of 16 bits are there."""
-    import torch
-
-    numbers = torch.tensor([MXFP4.element.value(code) for code in range(2**MXFP4.element.bits)])
-    powers = torch.tensor([MXFP4.scale.value(code) for code in range(2**MXFP4.scale.bits - 1)] + [math.nan])
-    packed, found = values.read(rows), []
-    for each, scale in zip(packed, scales.read(rows), strict=True):  # one expert at a time, in fp32
-        pairs = torch.stack((each & 15, each >> 4), dim=-1).flatten(-2)
-        found.append((numbers[pairs.int()] * powers[scale.int()][..., None]).to(dtype).flatten(-2).t())
-    return torch.stack(found)
-
-
 def _copies(exchange: ModuleType, model: ModelSection) -> dict[str, str]:
     """Their weights that are copies of others, though none is tied."""
     return exchange.copies(model) if hasattr(exchange, "copies") else {}
-
-
-def _name(dtype: torch.dtype | str) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def hf_config(model: ModelSection, dtype: torch.dtype | str = "float32") -> dict[str, Any]:
@@ -404,7 +313,7 @@ def hf_config(model: ModelSection, dtype: torch.dtype | str = "float32") -> dict
         "model_type": exchange.MODEL_TYPE,
         **{key: getattr(model, field) for key, (field, _) in exchange.FIELDS.items()},
         **(exchange.to_config(model) if hasattr(exchange, "to_config") else {}),
-        "torch_dtype": _name(dtype),
+        "torch_dtype": name_of(dtype),
     }
 
 

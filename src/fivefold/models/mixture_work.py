@@ -11,6 +11,18 @@ from fivefold.models.work import activation
 from fivefold.sharding.units import COUNTS, loads
 
 
+def _router(s: Sizes, k: float, program: Program) -> Operation:
+    """The scores of all experts for each token, of which k are taken."""
+    N, D, e, E = s.n, s.model.dim, s.e, s.model.experts or 1
+    alone = program.compiles and not s.model.shared_experts  # then nothing keeps the input itself
+    wide = N * D * (4 - e if alone else 4 * (e != 4))
+    # all of a token, the k largest by weight, number and row; and the router's weight in fp32
+    scores = (N * (4 * E + 30 * k) + 4 * E * D) * program.compiles
+    kept = Saved("router input in fp32", wide, "normed"), Saved("scores", scores, "stream")
+    moved = 8 * N * E * 4
+    return Operation("router", Matmul(N, E, D, sensitive=True), 0.0, moved, moved, 8, saved=kept)
+
+
 def mixture(s: Sizes, program: Program, gated: bool = False) -> list[Operation]:
     """The routed feed-forward: tokens go to their experts and come back. A rank sends the tokens that it has outside
     tensor-parallel regions. Tensor-parallel ranks with the same tokens have some features of every expert. The order is
@@ -24,13 +36,6 @@ def mixture(s: Sizes, program: Program, gated: bool = False) -> list[Operation]:
         k = E * expert_capacity(model.capacity_factor, N, k, E) / N
     routed, received, here = N * k, N * k * (s.load if s.ep > 1 else 1.0), E / s.ep
     order = 2 * received * D * e if s.ep > 1 else 0.0  # rows arrive by rank; they are put in order, and back
-    alone = program.compiles and not model.shared_experts  # then nothing keeps the input itself
-    wide = N * D * (4 - e if alone else 4 * (e != 4))
-    # all of a token, the k largest by weight, number and row; and the router's weight in fp32
-    scores = (N * (4 * E + 30 * k) + 4 * E * D) * program.compiles
-    kept = Saved("router input in fp32", wide, "normed"), Saved("scores", scores, "stream")
-    moved = 8 * N * E * 4
-    router = Operation("router", Matmul(N, E, D, sensitive=True), 0.0, moved, moved, 8, saved=kept)
     experts = _swiglu("experts", received, F, s, program, here, s.chunks)
     shared = _swiglu("shared", N, model.shared_experts * F, s, program) if model.shared_experts else []
     role: Role = "fed" if program.joined else "stream"
@@ -51,7 +56,7 @@ def mixture(s: Sizes, program: Program, gated: bool = False) -> list[Operation]:
     sent = s.rows_sent(crossing * max(routed, received))
     waits, combine = travel(*sent, hides, tuple(experts), s.chunks, combine)
     ops = [
-        router,
+        _router(s, k, program),
         Operation(
             "dispatch",
             forward=2 * routed * D * e + order,

@@ -60,6 +60,7 @@ def model_rules(model: ModelSection, tp: int = 1) -> Iterator[Contradiction]:
             "of any size. Nearest valid: leave zero_init out",
         )
     yield from rotary_rules(model)
+    yield from window_rules(model)
     if card.multi_token:
         yield from _multi_token(model)
     yield from mup.rules(model)
@@ -67,7 +68,7 @@ def model_rules(model: ModelSection, tp: int = 1) -> Iterator[Contradiction]:
 
 
 def rotary_rules(model: ModelSection) -> Iterator[Contradiction]:
-    """Rules between the fields of rotary positions and windows."""
+    """Rules between the fields of rotary positions."""
     for name in ("rope_scaling", "rope_low", "rope_high", "rope_context", "rope_mscale", "rope_truncate"):
         if model.rope_factor == 1 and getattr(model, name) != getattr(PLAIN, name):
             yield (
@@ -101,6 +102,10 @@ def rotary_rules(model: ModelSection) -> Iterator[Contradiction]:
             f"model.rotary_dim = {model.rotary_dim} must be even and at most the width of a head, {model.head_width}. "
             f"Nearest valid: {max(2, min(model.rotary_dim, model.head_width) // 2 * 2)}",
         )
+
+
+def window_rules(model: ModelSection) -> Iterator[Contradiction]:
+    """Rules between the fields of windows."""
     if model.sliding_window and model.full_every == 1:
         yield (
             {"model.full_every", "model.sliding_window"},

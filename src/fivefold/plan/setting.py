@@ -73,13 +73,8 @@ class Documents:
 
     def as_json(self, model: ModelSection, seen: Seen) -> dict[str, Any]:
         """`attention` of `fivefold plan --json`."""
-        tokens = None if self.sample is None else self.sample.tokens
-        return {
-            "documents": self.source,
-            "document_tokens": tokens,
-            "pairs": self.pairs(model),
-            "work": seen.share,
-        }
+        tokens, pairs = None if self.sample is None else self.sample.tokens, self.pairs(model)
+        return {"documents": self.source, "document_tokens": tokens, "pairs": pairs, "work": seen.share}
 
 
 @lru_cache(maxsize=16)
@@ -109,9 +104,8 @@ def seen(
         return Seen(sample.computed(*of[:2], int(element_size), *of[2:]))
     if program.attention == "flash" and any_length(element_size, model.head_width):
         if window and layout.cp > 1 and layout.cp_method == RING:  # tiles, which copy none in a row
-            return Seen(
-                sample.computed(*of[:2], int(element_size), *of[2:], pairs=True), min(sample.seen, window)
-            )
+            pairs = sample.computed(*of[:2], int(element_size), *of[2:], pairs=True)
+            return Seen(pairs, min(sample.seen, window))
         some = several and some_queries(layout.cp, layout.cp_method)
         copied = sample.copied(*of) if some else (0.0, 0.0)
         return Seen(sample.in_turns(*of), min(sample.seen, window or sample.seen), copied)
@@ -311,10 +305,8 @@ class Setting:
         """Bytes of an element in gathers, on average over the model."""
         if not self.fp8_scaling or self.layout.shards == 1:
             return self.states.working
-        same = {
-            name: getattr(self.layout, name) for name in ("tp", "ep", "ep_fold", "sp", "zeropp", "offload")
-        }
-        one = changed(Layout(), dp_shard=self.layout.shards, zero=3, **same)
+        x, names = self.layout, ("tp", "ep", "ep_fold", "sp", "zeropp", "offload")
+        one = changed(Layout(), dp_shard=x.shards, zero=3, **{name: getattr(x, name) for name in names})
         return _gathered(self.model, one, self.fp8_scaling, self.software.fp8_skips, self.states.working)
 
     @cached_property

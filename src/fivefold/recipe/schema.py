@@ -55,13 +55,12 @@ class DataSection(Section):
     text_key: str = "text"
     """Name of the text field in .json, .jsonl, .csv and .parquet files and in `hf:` data sets."""
     stream: bool = False
-    """Train while the text is still being tokenized, instead of tokenizing all of it first. Sequences are shuffled
-    within windows of `stream_window` tokens, not over the whole set."""
+    """Train while the text is being tokenized. Sequences are shuffled within windows of `stream_window` tokens."""
     stream_window: int = Field(default=1 << 22, ge=1, le=LARGEST)
     """Tokens of a window of `stream`. Training begins when the first window is tokenized. 1: no shuffling."""
     stream_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """GiB of tokens that `stream` keeps of each source on a machine's disk. Beyond it, tokens that training has
-    used are deleted. They are tokenized again if they are needed again. 0: no limit."""
+    """GiB of tokens that `stream` keeps of each source on disk. Beyond it, used tokens are deleted, and tokenized again
+    if they are needed again. 0: no limit."""
     chat_template: str = ""
     """How a conversation becomes text: `chatml`, `plain` (needs no special tokens), `tokenizer` (the template beside
     `data.tokenizer`), or the path of a Jinja file, as Hugging Face's `chat_template.jinja`. Rows with a list of
@@ -76,8 +75,7 @@ class DataSection(Section):
     token_dtype: Literal["uint16", "uint32"] = "uint16"
     """Type of the ids in .bin files of `tokens:PATH` without a header (nanoGPT's)."""
     end_token: int | None = Field(default=None, ge=0, le=(1 << 31) - 1)
-    """Id of the token between documents in the files of `tokens:PATH`. Unset: not known, and a sequence counts as one
-    document. Other sources have the tokenizer's."""
+    """Id of the token between documents in the files of `tokens:PATH`. Unset: a sequence counts as one document."""
     document_masks: bool = True
     """Attention does not cross borders of documents, where positions begin anew. `false`: a sequence is one text."""
     packing: Literal["concat", "best_fit"] = "concat"
@@ -205,8 +203,8 @@ class OptimSection(Section):
     ns_steps: int | None = Field(default=None, ge=1, le=LARGEST)
     """Newton-Schulz iterations by which a matrix is made orthogonal. `muon` only. Unset: 5."""
     qk_clip: float = Field(default=0.0, ge=0)
-    """Limit of attention's scores (QK-clip, arXiv 2507.20534; 100 there): weights of queries and keys shrink in heads
-    whose scores may exceed it, by the bound |q| |k| / sqrt(d) of the largest ones in a step. 0: none."""
+    """Limit of attention's scores (QK-clip, arXiv 2507.20534; 100 there): heads whose bound |q| |k| / sqrt(d) is above
+    it in a step get smaller weights of queries and keys. 0: none."""
     grad_clip: float = Field(default=1.0, ge=0)
     """Largest norm of the whole gradient. 0: no clipping."""
 
@@ -236,11 +234,10 @@ class LayoutSection(Section, Counts):
     ep: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Expert-parallel ranks, taken from the data and context axes."""
     ep_fold: bool = False
-    """With `ep`, `tp` and `sp`: the expert axis takes in the tensor axis, first of all (MoE parallel folding, arXiv
-    2504.14960; Megatron-LM's `--expert-tensor-parallel-size 1`). So `ep` may be up to tp x cp x dp."""
+    """With `ep`, `tp`, `sp`: the expert axis takes in the tensor axis, so that `ep` may be up to tp x cp x dp (MoE
+    parallel folding, arXiv 2504.14960; Megatron-LM's `--expert-tensor-parallel-size 1`)."""
     expert_chunks: int = Field(default=1, ge=1, le=MOST_SEQUENCES)
-    """With `ep`: parts into which each expert's rows are cut. While experts compute one, the all-to-alls of the others
-    are under way."""
+    """With `ep`: parts of each expert's rows. While experts compute one, the others travel."""
     expert_buffer: float = Field(default=0.0, ge=0, le=MOST_RANKS)
     """With `ep`, in training: rows for each rank, in times of the mean; missing ones are filled up. So the host waits
     for no number. More end the run with an error. 0: as many as there are."""

@@ -21,7 +21,7 @@ from fivefold import files
 from fivefold.checkpoint.dcp.opcodes import Made, values
 from fivefold.checkpoint.manifest import MOST_DIMS, Box, once
 from fivefold.errors import UserError, shortened, system_error
-from fivefold.models.hf import Weight
+from fivefold.models.weights import Weight
 from fivefold.sharding.parts import Shape
 
 METADATA = ".metadata"

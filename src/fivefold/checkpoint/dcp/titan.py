@@ -10,8 +10,8 @@ from torch import Tensor
 from fivefold.checkpoint.dcp.read import tensors
 from fivefold.errors import UserError
 from fivefold.models import EXCHANGED, file_of
-from fivefold.models.hf import Weight
 from fivefold.models.section import ModelSection
+from fivefold.models.weights import Weight
 
 
 def from_titan(folder: Path, model: ModelSection) -> dict[str, Weight]:

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from fivefold import files
 from fivefold.checkpoint.dcp.read import METADATA
-from fivefold.models.hf import Weight
+from fivefold.models.weights import Weight
 
 
 def save(folder: Path, weights: Mapping[tuple[str, ...], Weight]) -> None:

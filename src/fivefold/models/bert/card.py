@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fivefold.models.card import layer_norm, linear, under
 from fivefold.models.gpt2 import card as gpt2
 from fivefold.models.operations import Operation, Program, Sizes
+from fivefold.models.tables import layer_norm, linear, under
 from fivefold.sharding.parts import Shape
 
 TOKEN_TYPES = 2  # sentence A and B of the original; only A (0) is used, but both are kept for weight exchange

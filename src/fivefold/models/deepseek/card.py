@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fivefold.models import work
-from fivefold.models.card import Contradiction, ScoreRows, linear, rms_norm, under
+from fivefold.models.card import Contradiction, ScoreRows
 from fivefold.models.moe import card as moe
 from fivefold.models.operations import Matmul, Operation, Program, Saved, Sizes
 from fivefold.models.section import ModelSection
+from fivefold.models.tables import linear, rms_norm, under
 from fivefold.sharding.parts import Cut, Shape
 from fivefold.sharding.sequence import some_queries
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fivefold.models.card import unit_rms_norm
 from fivefold.models.llama import card as llama
+from fivefold.models.tables import unit_rms_norm
 from fivefold.sharding.parts import Shape
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fivefold.models.card import unit_rms_norm
 from fivefold.models.qwen3 import card as qwen3
+from fivefold.models.tables import unit_rms_norm
 from fivefold.sharding.parts import Shape
 
 

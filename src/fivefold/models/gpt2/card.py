@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold.models import card
-from fivefold.models.card import attention, block, gelu, layer_norm, under
+from fivefold.models.tables import attention, block, gelu, layer_norm, under
 from fivefold.sharding.parts import Shape
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold.models import card, delta_work
-from fivefold.models.card import attention, block, rms_norm, round_up, swiglu, under
+from fivefold.models.card import round_up
+from fivefold.models.tables import attention, block, rms_norm, swiglu, under
 from fivefold.sharding.parts import Shape
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from fivefold.models.card import Contradiction, swiglu, under
+from fivefold.models.card import Contradiction
 from fivefold.models.llama import card as llama
+from fivefold.models.tables import swiglu, under
 from fivefold.sharding.layout import divisors
 from fivefold.sharding.parts import Shape
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from fivefold.models import work
-from fivefold.models.card import rms_norm, under
 from fivefold.models.llama import card as llama
 from fivefold.models.operations import Operation, Program, Sizes
 from fivefold.models.section import ModelSection
+from fivefold.models.tables import rms_norm, under
 from fivefold.sharding.parts import Cut, Shape
 from fivefold.sharding.units import SQUARES
 

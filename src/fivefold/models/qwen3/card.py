@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold.models import work
-from fivefold.models.card import under
 from fivefold.models.llama import card as llama
 from fivefold.models.operations import Operation, Program, Sizes
+from fivefold.models.tables import under
 from fivefold.sharding.parts import Shape
 
 NORMS = ("norm_q", "norm_k")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from fivefold.models.card import Contradiction, cached, unit_rms_norm
+from fivefold.models.card import Contradiction, cached
 from fivefold.models.qwen3 import card as qwen3
 from fivefold.models.qwen3_moe import card as qwen3_moe
+from fivefold.models.tables import unit_rms_norm
 from fivefold.sharding.layout import divisors
 from fivefold.sharding.parts import Shape
 

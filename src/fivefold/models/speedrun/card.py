@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from fivefold.models import work
-from fivefold.models.card import Contradiction, linear, swiglu
+from fivefold.models.card import Contradiction
 from fivefold.models.operations import Operation, Program, Saved, Sizes, Work
 from fivefold.models.qwen3 import card as qwen3
 from fivefold.models.section import ModelSection
+from fivefold.models.tables import linear, swiglu
 from fivefold.sharding.parts import Cut, Shape
 
 

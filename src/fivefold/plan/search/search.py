@@ -98,9 +98,8 @@ def search(
     modes: tuple[str, ...] = (),
     most: float | None = None,
 ) -> Found:
-    """The `top` fastest layouts that fit, into `most` bytes (then without bottlenecks) or the cluster's devices.
-
-    The search ignores the recipe's own layout and microbatches. modes: of precision, which it considers. None: the
+    """The `top` fastest layouts that fit, into `most` bytes (then without bottlenecks) or the cluster's devices. The
+    recipe's own layout and microbatches are ignored. modes: of precision, which it considers. None: the
     recipe's, and with `precision.mode = "auto"` all modes that this may stand for.
 
     Raises:
