@@ -12,14 +12,20 @@ from starlette.routing import Route
 
 from fivefold.errors import UserError
 from fivefold.files import own_word
+from fivefold.host import memory_bytes
 from fivefold.observe import player
 from fivefold.observe.collective_picture import player as of_collective
+from fivefold.observe.format import size
+from fivefold.plan.predict import resolved
 from fivefold.play.state import Params, State, events, get, post
 from fivefold.play.train import chosen, command
 from fivefold.precision import PRECISIONS
+from fivefold.recipe import count_parameters
 from fivefold.schedules.collectives import ALGORITHMS, algorithm, build, shape_of
 
 MOST_STEPS, MOST_RANKS, MOST_PIECES = 20, player.MOST_RANKS, 4
+REFERENCE = 16
+"""Bytes per parameter of one process: weight, gradient and Adam's moments in fp32."""
 NAME = re.compile(r"verify-[0-9a-f]+")
 
 
@@ -43,7 +49,15 @@ def start(state: State, given: Params) -> dict[str, Any]:
     steps, mode = given.get("steps"), given.get("mode")
     if type(steps) is not int or not 1 <= steps <= MOST_STEPS or mode not in [*PRECISIONS]:
         raise UserError(f"steps: 1 to {MOST_STEPS}; mode: {', '.join(PRECISIONS)}")
-    words = ["verify", *chosen(state, given)[0], "--steps", str(steps), "--mode", mode]
+    asked, _, recipe = chosen(state, given)
+    needed, there = 0, memory_bytes()
+    with suppress(UserError):  # its vocabulary is not known yet
+        needed = REFERENCE * count_parameters(resolved(recipe).model)
+    if needed > there:
+        raise UserError(
+            f"one process needs {size(needed)}, and this machine has {size(there)}: take a smaller model"
+        )
+    words = ["verify", *asked, "--steps", str(steps), "--mode", mode]
     run = state.home / f"verify-{own_word()}"
     state.jobs.add([*words, "--json"], run)
     return {"name": run.name, "command": command(words)}

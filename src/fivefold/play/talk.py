@@ -105,23 +105,21 @@ class Talker:
                 self.lines.put({"end": "error", "error": why})
 
     def answer(self, name: object) -> Iterator[Any]:
-        """The lines of an answer (`answered`) as they come, in lists. The last line has `end`. When nobody listens any
-        more, the answer stops."""
-        lines, new = self.lines, list[dict[str, Any]]()
+        """The lines of an answer (`answered`) as they come. The last one has `end`. When nobody listens any more, the
+        answer stops."""
+        lines, line = self.lines, dict[str, Any]()
         if name != str(self.number):
-            yield [{"end": "another"}]
+            yield {"end": "another"}
             return
         try:
-            while not (new and "end" in new[-1]):
-                new = []
-                with suppress(queue.Empty):
-                    new.append(lines.get(timeout=1))
-                    while "end" not in new[-1]:
-                        new.append(lines.get_nowait())
-                yield new or None
+            while "end" not in line:
+                try:
+                    yield (line := lines.get(timeout=1))
+                except queue.Empty:
+                    yield None
         finally:
             with self.lock:
-                if lines is self.lines and not (new and "end" in new[-1]):
+                if lines is self.lines and "end" not in line:
                     self._tell({})
 
 

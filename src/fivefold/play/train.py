@@ -125,8 +125,8 @@ def _changes(given: Params) -> tuple[list[str], str | None]:
     return sets, layout
 
 
-def chosen(state: State, given: Params) -> tuple[list[str], str]:
-    """(the words after a command, a name for its folder). given: recipe, the name of a shipped one or of a run; set:
+def chosen(state: State, given: Params) -> tuple[list[str], str, Recipe]:
+    """(the words after a command, a name for its folder, the recipe). given: recipe, the name of a shipped one or of a run; set:
     texts; layout. Raises UserError: it is not valid, or reaches beyond the page's folders."""
     name, (sets, layout) = given.get("recipe"), _changes(given)
     if isinstance(name, str) and name in shipped():
@@ -138,14 +138,14 @@ def chosen(state: State, given: Params) -> tuple[list[str], str]:
         raise UserError(
             f"recipe: '{name}' is no shipped recipe and no run{did_you_mean(str(name), shipped())}"
         )
-    _require_within(state, load(recipe, sets, layout))
-    return [recipe, *_options(sets, layout)], stem
+    _require_within(state, loaded := load(recipe, sets, layout))
+    return [recipe, *_options(sets, layout)], stem, loaded
 
 
 def start(state: State, given: Params) -> dict[str, Any]:
     """Lets a run wait for its turn, which comes at once if nothing runs. given: as for `chosen`. Returns {run,
     command}."""
-    asked, stem = chosen(state, given)
+    asked, stem, _ = chosen(state, given)
     run = numbered_folder(state.home, stem)
     words = ["train", *asked, "--out", str(run)]
     state.jobs.add(words, run)

@@ -40,13 +40,11 @@ export async function show(root, api) {
       api.post("talk/ask", { run: run.value, step: step.value ? Number(step.value) : null, temperature: Number(temperature.value),
         max_tokens: Number(most.value), seed: Number(seed.value), system: system.value, ...given }).then(({ id }) => {
         if (left) return;
-        end = api.events(["talk/answer", { id }], (found) => {
-          for (const line of [found].flat()) {
-            if (line.about) learn(line.about);
-            else if (line.tokens) write(place, line);
-            else if (line.end === "another") finish(Error("Another page has asked something"));
-            else finish(line.error && Error(line.error));
-          }
+        end = api.events(["talk/answer", { id }], (line) => {
+          if (line.about) learn(line.about);
+          else if (line.tokens) write(place, line);
+          else if (line.end === "another") finish(Error("Another page has asked something"));
+          else finish(line.error && Error(line.error));
         });
       }).catch(finish);
     });
