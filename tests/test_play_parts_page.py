@@ -96,10 +96,13 @@ def test_prove(browser: observe_browser.Browser, play: Play) -> None:
     page.wait("document.querySelector('.alarm')?.textContent.includes('ranks: 1 to 32')")
     browser.errors.clear()  # the refusal's status
     page.give("Steps", 1)
+    page.give("Fields of the recipe, one a line", "train.seed=2\ntrain.sample_prompt=it's")
     page.press("Prove")
     page.wait("document.querySelector('.verdict')")
     assert page.text(".verdict") == "dp=2 computes the same as one process."
     assert page.all("document.querySelectorAll('.prove tbody tr').length") == 4
+    words = "--set 'train.seed=2' --set 'train.sample_prompt=it'\\''s' --layout dp=2 --steps 1 --mode fp32"
+    assert page.text(".copy pre") == f"fivefold verify quickstart {words}"
     page.check()
     page.browser.open(
         f"{play.url}#prove/{HOSTILE.strip().replace('/', '%2F').replace('<', '%3Cb%3E%3C')}", 390

@@ -72,7 +72,10 @@ def test_a_collective_is_that_of_the_command(play: Play) -> None:
         ({"set": ["data.source=/etc"]}, "lies outside of the page's folders"),
         ({"steps": 0}, "steps: 1 to 20"),
         ({"steps": True}, "steps: 1 to 20"),
-        ({"recipe": "llama3-405b", "layout": "dp=1"}, "one process needs 5.9"),
+        (
+            {"recipe": "llama3-405b", "layout": "dp=1", "set": ["data.source=stdlib"]},
+            "one process needs 5.91 TiB, and",
+        ),
         ({"mode": "--json"}, "mode: "),
         ({"mode": ["fp32"]}, "mode: "),
     ],

@@ -126,8 +126,8 @@ def _changes(given: Params) -> tuple[list[str], str | None]:
 
 
 def chosen(state: State, given: Params) -> tuple[list[str], str, Recipe]:
-    """(the words after a command, a name for its folder, the recipe). given: recipe, the name of a shipped one or of a run; set:
-    texts; layout. Raises UserError: it is not valid, or reaches beyond the page's folders."""
+    """(the words after a command, a name for its folder, the recipe). given: recipe, the name of a shipped one or of a
+    run; set: texts; layout. Raises UserError: it is not valid, or reaches beyond the page's folders."""
     name, (sets, layout) = given.get("recipe"), _changes(given)
     if isinstance(name, str) and name in shipped():
         recipe, stem = name, name

@@ -7,28 +7,31 @@ const IS = { waits: "It waits for what runs.", runs: "It runs.", ended: "It has 
 
 export async function show(root, api) {
   const [{ families }, { modes, collectives }] = await Promise.all([api.get("train/recipes"), api.get("prove/choices")]);
-  const [given, of = "quickstart", name] = api.place, options = (names) => names.map((one) => el("option", {}, one));
+  const [given, of = "quickstart", name, ...sets] = api.place, options = (names) => names.map((one) => el("option", {}, one));
   const recipe = el("select", {}, Object.entries(families).map(([family, names]) => el("optgroup", { label: family }, options(names))));
   if (!Object.values(families).flat().includes(of)) recipe.prepend(el("option", {}, of));
   recipe.value = of;
   const layout = el("input", { value: given ?? "dp=2", size: 24, spellcheck: "false" }), mode = el("select", {}, options(modes));
   const steps = el("input", { type: "number", value: 3, min: 1, max: 20 }), result = el("div");
+  const set = el("textarea", { rows: 2, cols: 40, placeholder: "model.layers=2\ndata.source=stdlib", spellcheck: "false" }, sets.join("\n"));
   root.append(el("h1", {}, "Prove"), el("section", {}, el("h2", {}, "A layout against one process"),
     el("p", { class: "lead" }, "Both train a few steps on the same batches. Losses, every gradient and every weight must be equal up to rounding."),
     el("div", { class: "row" }, field("Recipe", recipe), field("Layout", layout), field("Precision", mode), field("Steps", steps),
       button("Prove", async () => {
-        const made = await api.post("prove/start", { recipe: recipe.value, layout: layout.value.trim(), mode: mode.value, steps: Number(steps.value) });
+        const fields = set.value.split("\n").map((line) => line.trim()).filter(Boolean), words = layout.value.trim();
+        const made = await api.post("prove/start", { recipe: recipe.value, layout: words, set: fields, mode: mode.value, steps: Number(steps.value) });
         tell(made.command);
-        api.go("prove", layout.value.trim(), recipe.value, made.name);
-      }, { class: "main" })), result), stepper(api, collectives, options));
+        api.go("prove", words, recipe.value, made.name, ...fields);
+      }, { class: "main" })), field("Fields of the recipe, one a line", set), result), stepper(api, collectives, options));
   return name && api.events(["prove/watch", { name }], (found) => {
     if (found.error) return tell(found.error, true);
+    const quoted = sets.map((text) => ` --set '${text.replaceAll("'", "'\\''")}'`).join("");
     const { report, said } = found, words = report && `${report.layout} ${report.passed ? "computes" : "does NOT compute"} the same as one process.`;
     result.replaceChildren(el("p", { class: report ? `verdict ${report.passed ? "good" : "bad"}` : "lead", role: "status" }, words || IS[found.is]),
       report ? table(["", "Difference", "Allowed", "", "Largest at"], Object.entries(NAMES).map(([key, title]) => [title, report[key].max_rel.toExponential(1),
         report.tolerance[key].toExponential(1), report[key].passed ? "ok" : "WRONG", report[key].worst])) : el("pre", { tabindex: 0 }, said || "..."),
       ...(report?.notes ?? []).map((note) => el("p", {}, `Note: ${note}`)),
-      report ? copyable(`fivefold verify ${of} --layout ${given} --steps ${report.steps} --mode ${report.mode}`, "The same in the terminal") : "");
+      report ? copyable(`fivefold verify ${of}${quoted} --layout ${given} --steps ${report.steps} --mode ${report.mode}`, "The same in the terminal") : "");
   });
 }
 
