@@ -42,6 +42,7 @@ ELSEWHERE = {
     "launch/local.py launch wait": HOSTS,
     "launch/ranks.py _meet wait": HOSTS,
     "play/jobs.py Jobs.follow wait": HOSTS,
+    "play/talk.py Talker._read wait": HOSTS,
     "parallel/expert.py AllToAll.forward wait": "calls Leaving.wait, which is tried: here for padded messages",
     "parallel/offload/disk.py Disk.arrive wait": IO,
     "parallel/offload/pages.py Pages.free wait": "no step reads weights in vain",

@@ -43,11 +43,8 @@ def drawn(logits: Tensor, tokens: Tensor, key: Keys, first: int = 0) -> tuple[Te
     return best, labels
 
 
-def cap_(logits: Tensor, cap: float) -> Tensor | None:
-    """cap * tanh(logits / cap) in place of the logits (Gemma 2, arXiv 2408.00118). Returns the derivative; None if
-    there is no cap (0)."""
-    if not cap:
-        return None
+def cap_(logits: Tensor, cap: float) -> Tensor:
+    """cap * tanh(logits / cap) in place of the logits (Gemma 2, arXiv 2408.00118). Returns the derivative."""
     logits.div_(cap).tanh_()
     slope = torch.addcmul(logits.new_ones(()), logits, logits, value=-1)
     logits.mul_(cap)

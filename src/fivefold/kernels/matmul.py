@@ -234,7 +234,7 @@ class _LinearCrossEntropy(Function):
 
         def chunk(part: slice, losses: Tensor, scale: Tensor) -> Tensor:
             logits, labels = linear(x[part], weight, bias), targets[part]
-            slope = cap_(logits, cap)
+            slope = cap_(logits, cap) if cap else None
             if drawing is not None:
                 labels = labels.where(labels < 0, drawn(logits, labels, drawing)[1])
             return loss_and_gradient(logits, labels, losses, scale, z_loss, slope=slope)

@@ -350,7 +350,7 @@ class _Loss(Function):
 
         def chunk(part: slice, losses: Tensor, scale: Tensor) -> Tensor:
             logits, targets = matmul.linear(x_ND[part], weight, bias), targets_N[part]
-            slope = cap_(logits, cap)
+            slope = cap_(logits, cap) if cap else None
             if drawing is not None:
                 targets = targets.where(targets < 0, _drawn(logits, targets, drawing, first, axis))
             return loss_and_gradient(logits, targets, losses, scale, z_loss, first, together, slope)

@@ -150,8 +150,8 @@ def take_step(
         or not all(replica.updater.begun for replica in state.parallel.replicas)
     )
     complete = curvature.estimate(state, recipe, microbatches, forward_backward) if due else None
-    if window := recipe.model.ramped(state.step):
-        set_windows(state, recipe.model, window)
+    if recipe.model.window_ramp:
+        set_windows(state, recipe.model, recipe.model.ramped(state.step))
     for replica in state.parallel.replicas if recipe.layout.early else ():
         replica.updater.expect(scheduled(state, recipe.optim, recipe.train.steps))
     share = forward_backward(state, microbatches, recipe.train.seed)
