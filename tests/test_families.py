@@ -30,7 +30,7 @@ from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.messages import volume
 from fivefold.plan.predict import held as at_peak
 from fivefold.plan.setting import FIVEFOLD, FIVEFOLD_CPU, setting
-from fivefold.recipe import ModelSection, resolve_model
+from fivefold.recipe import ModelSection, load, resolve_model
 from fivefold.schedules.collectives.collective import joined
 from fivefold.schedules.ring_attention import reach_of, slowest
 from fivefold.sharding.layout import Layout
@@ -400,3 +400,9 @@ def test_flash_attention_copies_the_keys_of_windows_only() -> None:
         spans = [joined(token_spans(layout, 256, rank)) for rank in range(2)]
         keys = max(sum(b - max(0, a - 39) for a, b in some) for some in spans) / 128
         assert near.copied == ((1.0, keys) if (method, B) == ("all_gather", 2) else (0.0, 0.0))
+
+
+def test_blocks_of_more_than_two_kinds_are_refused() -> None:
+    sets = ["model.arch=gpt_oss", "model.sliding_window=32", "model.full_every=2", "model.dense_layers=1"]
+    with pytest.raises(UserError, match=r"model.full_every = 2 makes more than two kinds"):
+        load("quickstart", sets)

@@ -264,6 +264,7 @@ def test_a_step_has_its_window(room: Path) -> None:
     [
         (["model.sliding_window=8"], 'must have windows below model.sliding_window = 8.*Nearest valid: "4:2"'),
         ([], 'window_ramp = 8:2 has no effect: without model.sliding_window'),
+        (["model.sliding_window=16", "model.window_ramp=2:2+4:2+8:2"], "at most 2: each compiles the blocks again"),
     ],
 )  # fmt: skip
 def test_ramps_that_are_refused(changes: list[str], said: str) -> None:

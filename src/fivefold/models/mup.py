@@ -46,7 +46,8 @@ branches are added (CompleteP, alpha = 1)."""
 def kind(model: ModelSection, name: str, shape: tuple[int, ...]) -> str:
     """The kind of a parameter of this whole shape."""
     card = card_of(model)
-    if name.startswith("head") or ".router." in name or (model.tie_embeddings and name.startswith("norm.")):
+    router = ".router." in name and is_matrix(name, shape)
+    if name.startswith("head") or router or (model.tie_embeddings and name.startswith("norm.")):
         return "output"
     if not is_matrix(name, shape) or (model.tie_embeddings and name == TIED):
         return "vector"
@@ -69,7 +70,7 @@ def scales(
 
 def into_residual(name: str) -> bool:
     """True if what a parameter computes is added to the residual stream."""
-    return name.removesuffix(".weight").removesuffix(".bias").endswith(INTO_RESIDUAL)
+    return name.removesuffix(".weight").removesuffix(".bias").removesuffix("_bias").endswith(INTO_RESIDUAL)
 
 
 def rules(model: ModelSection) -> Iterator[Contradiction]:

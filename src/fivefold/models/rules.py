@@ -10,8 +10,9 @@ from fivefold.models.section import FACTS, ModelSection, phases
 from fivefold.sharding.layout import divisors
 
 PLAIN = ModelSection()
-MOST_WINDOWS = 6
-"""Of a ramp: PyTorch's compiler gives up after 8 forms of a block."""
+MOST_WINDOWS = 2
+"""Of a ramp. With the last window and whole sequences, to train and to validate, they make 8 forms of a block; after as
+many PyTorch's compiler gives up."""
 
 
 def model_rules(model: ModelSection, tp: int = 1) -> Iterator[Contradiction]:

@@ -258,6 +258,11 @@ class ModelSection(Section):
             step -= steps
         return self.sliding_window if self.window_ramp else 0
 
+    @property
+    def grown(self) -> ModelSection:
+        """The model behind its ramp, which plans price."""
+        return self.model_copy(update={"window_ramp": ""}) if self.window_ramp else self
+
     def rotates(self, number: int) -> bool:
         """True if a block has rotary positions, in models that have them."""
         return not self.no_rope_every or (number + 1) % self.no_rope_every > 0

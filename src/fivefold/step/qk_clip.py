@@ -43,8 +43,10 @@ class QKClip:
         self.bounds = self.norms[0]
         self.counts, self.figures = True, dict[str, Tensor]()
         for stage in stages:
-            rotated = max(1.0, getattr(stage, "amplitude", 1.0))  # parts that do not rotate have factor 1
-            self.scale = rotated**2 / math.sqrt(card.model.head_width)
+            model, amplitude = card.model, getattr(stage, "amplitude", 1.0)
+            turned = model.rotary_width == model.head_width and all(map(model.rotates, range(model.blocks)))
+            rotated = amplitude if turned else max(1.0, amplitude)  # what does not rotate has factor 1
+            self.scale = rotated**2 / math.sqrt(model.head_width)
             for number, block in stage.blocks.items():
                 core = block.attention.core
                 first = mesh.index("tp") * core.kv_heads
@@ -93,5 +95,6 @@ def _scale(master: Tensor, part: Part, factor_K: Tensor, rows: ScoreRows) -> Non
         factor_h1 = factor_K.repeat_interleave(heads // len(factor_K))[:, None]
         whole.append(torch.cat([factor_h1.pow(power).expand(-1, width) for width, power in sections], 1))
     every = torch.cat([each.flatten() for each in whole])
+    assert len(every) == part.shape[0], "all rows of the weight"
     mine = torch.cat([every[:0], *(every[start:stop] for start, stop in part.keeps[0])])
     master.mul_(mine.view(-1, *(1,) * (master.dim() - 1)))

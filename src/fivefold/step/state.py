@@ -59,6 +59,7 @@ class State:
     outer: Outer | None = None
     loss_scale: LossScale | None = None
     qk_clip: QKClip | None = None
+    grows: bool = False  # windows do, with the steps (`step.set_windows`)
     step: int = 0
     usual: Tensor = field(default_factory=lambda: torch.zeros(2, 3, dtype=torch.float64))
     limit: Tensor | None = None
@@ -244,7 +245,8 @@ def with_optimizer(
             replica.updater = Rounded(rounder(replica.parts), trained, make) if rounds else make(trained)
     counts, usual = (torch.zeros(*n, dtype=torch.float64, device=mesh.device) for n in ((2,), (2, 3)))
     state = State(parallel, mesh, counts, usual=usual, functions=functions)
-    if own is not None and (recipe.optim.qk_clip or recipe.model.ramped(0)):
+    state.grows = recipe.model.ramped(0) > 0
+    if own is not None and (recipe.optim.qk_clip or state.grows):
         raise UserError(
             "modules of your own have neither optim.qk_clip nor windows that grow; leave them out"
         )

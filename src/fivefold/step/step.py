@@ -144,14 +144,14 @@ def take_step(
     save_wanted: returns True on the first rank if a checkpoint is due by time.
     """
     assert recipe.train.steps, "a resolved recipe has steps"
+    if state.grows:
+        set_windows(state, recipe.model, recipe.model.ramped(state.step))
     # also while no step has updated yet, because the first ones were skipped
     due = recipe.optim.estimator in PASSES and (
         state.step % (recipe.optim.estimate_every or 1) == 0
         or not all(replica.updater.begun for replica in state.parallel.replicas)
     )
     complete = curvature.estimate(state, recipe, microbatches, forward_backward) if due else None
-    if recipe.model.window_ramp:
-        set_windows(state, recipe.model, recipe.model.ramped(state.step))
     for replica in state.parallel.replicas if recipe.layout.early else ():
         replica.updater.expect(scheduled(state, recipe.optim, recipe.train.steps))
     share = forward_backward(state, microbatches, recipe.train.seed)

@@ -44,7 +44,7 @@ from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import parts
 from fivefold.sharding.sync import Shares, messages, units
 from fivefold.step.state import State, compute_mode, updater_arguments
-from fivefold.step.step import SAVE, STOP, Done, forward_backward, last_update, rate, validate
+from fivefold.step.step import SAVE, STOP, Done, forward_backward, last_update, rate, set_windows, validate
 from fivefold.train.faults import ROLLBACKS, Fault, destroyed_after, read_rollbacks, weights_fault
 from fivefold.train.hooks import RunHooks, due, sampled
 from fivefold.train.instruments import Speed
@@ -407,6 +407,8 @@ def _train(
     microbatches = share_of(source_of(job), step, size, rows, state.mesh, share=(share, workers))
     read = time.perf_counter() - clock
     state.step = exchange.step = step
+    if state.grows:
+        set_windows(state, recipe.model, recipe.model.ramped(step))
     loss = forward_backward(state, microbatches, train.seed).item()
     square = 0.0
     if not recipe.servers.synchronous:

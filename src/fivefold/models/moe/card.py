@@ -58,6 +58,12 @@ class Card(llama.Card):
 
     def rules(self) -> Iterator[Contradiction]:
         model, experts, per_token = self.model, self.model.experts or EXPERTS, self.per_token
+        if model.dense_layers and model.full_every > 1 and (model.sliding_window or self.linear_attention):
+            yield (
+                {"model.dense_layers", "model.full_every"},
+                f"model.dense_layers = {model.dense_layers} with model.full_every = {model.full_every} makes more "
+                "than two kinds of blocks. Nearest valid: dense_layers = 0",
+            )
         if per_token > experts:
             yield (
                 {"model.experts_per_token", "model.experts"},

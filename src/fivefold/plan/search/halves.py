@@ -20,7 +20,7 @@ from fivefold.plan.search.best_first import Search
 from fivefold.plan.search.bound import Bounds
 from fivefold.plan.search.space import Choice, Space
 
-LARGE = 3 * 10**7  # layouts; with fewer, two processes save less than two seconds
+LARGE = 10**7  # layouts; with fewer, two processes save less than two seconds
 HALVES = 2
 
 
