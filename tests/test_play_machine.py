@@ -259,6 +259,12 @@ def test_nonsense_is_refused_in_words(play: Play, given: dict[str, str]) -> None
     assert time.perf_counter() - began < 10
 
 
+def test_no_move_leads_to_a_file(play: Play) -> None:
+    assert "no device of the page; did you mean 'h100'" in ask(play, move="device", to="h10")["problem"]
+    found = ask(play, move="device", to="/etc/hostname.toml")
+    assert "'/etc/hostname.toml' is no device of the page" in found["problem"]
+
+
 def test_a_machine_without_a_table_can_be_measured(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "load", lambda: None)
     found = ask(play, cluster="local:2")

@@ -169,6 +169,17 @@ def test_unknown_runs(play: Play, path: str, name: str) -> None:
     assert "there is no run" in play.get(f"{path}?run={quote(name)}", 400)["error"]
 
 
+def test_a_stream_of_an_unknown_run_says_so_and_ends(play: Play) -> None:
+    code, _, text = play.ask("/api/train/watch?run=nope", Cookie=play.cookie)
+    assert (code, text.endswith(b"event: end\ndata: {}\n\n")) == (200, True)
+    assert "there is no run" in json.loads(text.split(b"\n")[0][6:])["error"]
+
+
+def test_a_path_without_a_home_folder_is_an_error(play: Play) -> None:
+    given = {"recipe": "quickstart", "set": ["data.source=~nobody123/x"], "layout": "dp=1"}
+    assert "~nobody123/x" in play.post("train/start", given, 400)["error"]
+
+
 def test_a_run_starts_by_the_command(play: Play, folder: Path, kept: None) -> None:
     found = play.post("train/start", {"recipe": "quickstart", "set": ["train.steps=3"], "layout": "dp=1"})
     assert found == {
@@ -180,7 +191,7 @@ def test_a_run_starts_by_the_command(play: Play, folder: Path, kept: None) -> No
     waiting = next(play.events("train/jobs"))["waiting"]
     assert [job["run"] for job in waiting] == [found["run"], again["run"]]
     play.post("train/remove", {"id": waiting[0]["id"]})
-    assert "does not wait" in play.post("train/remove", {"id": waiting[0]["id"]}, 400)["error"]
+    assert "no longer queued" in play.post("train/remove", {"id": waiting[0]["id"]}, 400)["error"]
     resumed = play.post("train/resume", {"run": str(folder / "first"), "layout": "dp=2"})
     assert resumed["command"] == f"fivefold train {folder}/first --resume --layout dp=2"
     assert [job["run"] for job in next(play.events("train/jobs"))["waiting"]] == [

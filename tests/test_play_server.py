@@ -159,6 +159,9 @@ def test_a_run_is_found_by_its_name_only(tmp_path: Path) -> None:
     assert state.within(folder / "first" / "x")
     assert not state.within(folder / "linked" / "recipe.toml")
     assert not state.within(folder / ".." / "other")
+    for path in ("~nobody123/x", "a\0b"):
+        with pytest.raises(UserError, match="cannot be a path"):
+            state.within(Path(path))
 
 
 def test_a_link_in_a_run_is_not_followed(tmp_path: Path) -> None:
@@ -215,7 +218,7 @@ def test_jobs_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     third = others.add(["train", "c"], tmp_path / "c", first=True)
     assert [job["words"][1] for job in jobs.waiting()] == ["c", "b"]
     others.remove(third["id"])
-    with pytest.raises(UserError, match="does not wait"):
+    with pytest.raises(UserError, match="no longer queued"):
         jobs.remove(third["id"])
     others.start_next()
     assert [job["words"][1] for job in others.waiting()] == ["b"]
@@ -237,13 +240,79 @@ def test_jobs_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", '{"jobs": [1]}', '{"jobs": [{"id": 1, "run": "x", "words": []}]}', "\x00", '{"jobs": 3}'],
+    [
+        "",
+        "[]",
+        '{"jobs": [1]}',
+        '{"jobs": [{"id": 1, "run": "/x", "cwd": "/", "words": []}]}',
+        '{"jobs": [{"id": "1", "run": "x", "cwd": "/", "words": []}]}',
+        '{"jobs": [{"id": "1", "run": "/x", "words": []}]}',
+        "\x00",
+        '{"jobs": 3}',
+    ],
 )
 def test_a_list_of_jobs_may_hold_anything(tmp_path: Path, text: str) -> None:
     jobs = Jobs(tmp_path)
-    jobs.folder.mkdir()
+    jobs.folder.mkdir(parents=True, exist_ok=True)
     (jobs.folder / "waiting.json").write_text(text)
     assert jobs.waiting() == []
+
+
+def test_nothing_in_a_shown_folder_starts_or_is_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("subprocess.Popen", lambda *args, **more: pytest.fail("something was started"))
+    folder, mine = tmp_path / "runs" / ".play", tmp_path / "mine"
+    folder.mkdir(parents=True)
+    mine.write_text("mine")
+    job = {
+        "id": "x",
+        "run": str(tmp_path / "runs" / "a"),
+        "cwd": str(tmp_path),
+        "words": ["train", "quickstart"],
+    }
+    (folder / "waiting.json").write_text(json.dumps({"jobs": [job]}))
+    for name in (".lock", "running"):
+        os.symlink(mine, folder / name)
+    jobs = State([tmp_path / "runs"]).jobs
+    assert (jobs.waiting(), jobs.running()) == ([], None)
+    jobs.start_next()
+    with pytest.raises(UserError, match="no longer queued"):
+        jobs.remove("x")
+    assert mine.read_text() == "mine"
+    assert not jobs.folder.is_relative_to(tmp_path)
+
+
+def test_a_job_that_cannot_be_started_says_why_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of one name in two folders have their own logs, and a job starts in the folder where it was queued."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.executable", str(tmp_path / "none"))
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "a").mkdir()
+    jobs = Jobs(tmp_path)
+    jobs.add(["train", "a"], Path("a"))
+    assert jobs.waiting() == []
+    assert "cannot be started: " in jobs.said(tmp_path / "a")
+    assert (jobs.running(), jobs.started()) == (None, [tmp_path / "a"])
+    (tmp_path / "none").write_text("#!/bin/sh\npwd\n")
+    (tmp_path / "none").chmod(0o755)
+    with monkeypatch.context() as patch:
+        patch.setattr(Jobs, "start_next", lambda self: None)
+        job = jobs.add(["train", "a"], Path("sweep/a"))
+        assert (job["run"], job["cwd"]) == (str(tmp_path / "sweep" / "a"), str(tmp_path))
+    monkeypatch.chdir("/")
+    jobs.start_next()
+    for child in jobs._children:
+        child.wait(20)
+    assert jobs.said(tmp_path / "sweep" / "a") == str(tmp_path)
+    assert "cannot be started: " in jobs.said(tmp_path / "a")
+
+
+def test_the_names_of_queued_runs_are_the_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    state = State([Path("runs")])
+    assert state.name(str(tmp_path / "runs" / "a-1")) == "runs/a-1"
+    assert state.name("/elsewhere/a") == "/elsewhere/a"
 
 
 def test_there_is_an_end_to_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

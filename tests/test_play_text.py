@@ -86,6 +86,15 @@ def test_what_is_not_taken(play: Play, folder: Path, monkeypatch: pytest.MonkeyP
     assert play.ask(path, "POST", b"x", Cookie=play.cookie)[0] == 403  # it does not come from the page
 
 
+def test_a_link_in_place_of_the_texts_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "other").mkdir()
+    os.symlink(tmp_path / "other", tmp_path / "runs" / ".play")
+    with playing(tmp_path / "runs") as play:
+        assert "is a link" in send(play, "a.txt", b"x", code=400)["error"]
+    assert [*(tmp_path / "other").iterdir()] == []
+
+
 def test_no_text_outside_of_the_folders(play: Play, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "secret.txt").write_text("a secret " * 2000)
     mine = folder / "mine"

@@ -1,11 +1,13 @@
 """The runs that wait, and the one that was started from the page: a process of its own, by the command line's words.
 
-A list in FOLDER/.play/waiting.json. The process that runs holds a lock, which it inherits: so any server knows whether
-one runs, also a later one, and none has to know its number.
+The list, the logs and the locks of a folder lie in this user's cache, so nothing starts because of a file that lies in
+a folder of somebody else's. The process that runs holds a lock, which it inherits: so any server knows whether one
+runs, also a later one, and none has to know its number.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -18,6 +20,7 @@ from typing import Any
 
 from fivefold.errors import UserError, printable
 from fivefold.files import (
+    cache_folder,
     held,
     in_use,
     locked,
@@ -37,27 +40,35 @@ TAIL = 4000
 """Bytes of a job's last words."""
 
 
+def _key(path: str) -> str:
+    """A word for a path."""
+    return hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
+
+
 class Jobs:
     """The job list of a folder. Several servers may share it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder / ".play"
+        self.home = folder
+        self.folder = cache_folder() / "play" / _key(os.path.realpath(folder))
         self._children: list[subprocess.Popen[bytes]] = []
 
     def waiting(self) -> list[dict[str, Any]]:
-        """Those that wait, the next one first: {id, run, words}."""
+        """Those that wait, the next one first: {id, run, cwd, words}. run: its folder. Paths are absolute."""
         with suppress(OSError, UserError, KeyError, TypeError):
             jobs = read_json(self.folder / "waiting.json")["jobs"]
             return [
                 job
                 for job in jobs
-                if all(isinstance(word, str) for word in (job["id"], job["run"], *job["words"]))
+                if all(isinstance(word, str) for word in (job["id"], job["run"], job["cwd"], *job["words"]))
+                and all(os.path.isabs(job[key]) for key in ("run", "cwd"))
             ]
         return []
 
     def add(self, words: Sequence[str], run: Path, first: bool = False) -> dict[str, Any]:
-        """Lets `fivefold WORDS` wait for its turn. run: the folder that it works in. first: before the others."""
-        job = {"id": own_word(), "run": str(run), "words": list(words)}
+        """Lets `fivefold WORDS` wait for its turn. run: the folder that it writes. first: before the others. It is
+        started in the folder that this process is in, by whichever server starts it."""
+        job = {"id": own_word(), "run": os.path.abspath(run), "cwd": os.getcwd(), "words": list(words)}
         with self._changed() as jobs:
             if len(jobs) >= MOST:
                 raise UserError(f"{MOST} runs wait already. Remove one first")
@@ -66,10 +77,10 @@ class Jobs:
         return job
 
     def remove(self, name: object) -> None:
-        """Raises UserError: it does not wait."""
+        """Raises UserError: it is not queued."""
         with self._changed() as jobs:
             if not (found := [job for job in jobs if job["id"] == name]):
-                raise UserError("this run does not wait any more")
+                raise UserError("this run is no longer queued")
             jobs.remove(found[0])
 
     @contextmanager
@@ -88,27 +99,36 @@ class Jobs:
         make_folder(self.folder, mode=0o700)
         if (lock := held(self.folder / "running")) is None:
             return
-        with lock, self._changed() as jobs:
-            if (job := next((job for job in jobs if not in_use(Path(job["run"]))), None)) is None:
-                return
-            jobs.remove(job)
-            lock.truncate()
-            lock.write(job["run"].encode())
-            with stream(self.log(Path(job["run"]))) as log:
-                command = [sys.executable, "-m", "fivefold", *job["words"]]
-                self._children.append(
-                    subprocess.Popen(
-                        command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=log,
-                        start_new_session=True,
-                        pass_fds=[lock.fileno()],
-                    )
+        with lock:
+            with self._changed() as jobs:
+                if (job := next((job for job in jobs if not in_use(Path(job["run"]))), None)) is None:
+                    return
+                jobs.remove(job)
+                lock.truncate()
+                lock.write(job["run"].encode())
+            self._start(job, lock.fileno())  # the list is written, so no job is started twice
+
+    def _start(self, job: dict[str, Any], lock: int) -> None:
+        """Starts a job, which inherits the lock. Why it cannot be started is its log."""
+        with stream(self.log(Path(job["run"]))) as log:
+            command = [sys.executable, "-m", "fivefold", *job["words"]]
+            try:
+                child = subprocess.Popen(
+                    command,
+                    cwd=job["cwd"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    pass_fds=[lock],
                 )
+            except (OSError, ValueError) as error:  # of a NUL in a word
+                log.write(f"error: this cannot be started: {error}\n".encode())
+            else:
+                self._children.append(child)
 
     def running(self) -> Path | None:
-        """The folder of the job that runs; None: none does."""
+        """The folder of the job that runs, an absolute path; None: none does."""
         path = self.folder / "running"
         if not path.exists():
             return None
@@ -117,15 +137,16 @@ class Jobs:
         return lock.close()
 
     def started(self) -> list[Path]:
-        """The folders of jobs that were started here, as far as they are there."""
+        """The folders of new runs that were started here, as far as they are there."""
         with suppress(OSError):
-            folders = [self.folder.parent / log.stem for log in sorted(self.folder.glob("*.log"))]
-            return [folder for folder in folders if folder.is_dir()]
+            logs = sorted(self.folder.glob("*.log"))
+            folders = [(self.home / log.stem.rpartition("-")[0], log) for log in logs]
+            return [folder for folder, log in folders if self.log(folder) == log and folder.is_dir()]
         return []
 
     def log(self, run: Path) -> Path:
         """What the job of a run prints. It is not in the run's folder, which has the files that a command leaves."""
-        return self.folder / f"{run.name}.log"
+        return self.folder / f"{run.name[:50]}-{_key(os.path.abspath(run))}.log"
 
     def said(self, run: Path) -> str:
         """The last words of a run's job, or of its beginning; "" if it was started elsewhere."""

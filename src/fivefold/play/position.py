@@ -151,6 +151,10 @@ def other(at: Position, key: str, value: str, devices: int) -> tuple[Position, i
                 return replace(at, price=value), devices
         raise UserError(f"price {value[:40]}: must be a number above 0")
     if key == "device":
+        if value not in (LOCAL, *PRESETS):  # any other names a file
+            raise UserError(
+                f"'{value[:60]}' is no device of the page{did_you_mean(value, [LOCAL, *PRESETS])}"
+            )
         devices = devices or min(at.devices or 1, RANKS_HERE if value == LOCAL else MOST)
         return replace(at, cluster=f"{value}:{devices}"), devices
     if key == "devices":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from starlette.routing import Route
@@ -66,11 +68,11 @@ def start(state: State, given: Params) -> dict[str, Any]:
 def watched(state: State, name: str) -> Iterator[Any]:
     """What a proof does, whenever it changes: {is: waits, runs or ended; said; report: of `fivefold verify --json`, or
     null}."""
-    run, last, quiet = state.home / name, None, 0
+    run, last, quiet = Path(os.path.abspath(state.home / name)), None, 0
     if not NAME.fullmatch(name) or not (state.jobs.folder / "waiting.json").exists():
         raise UserError("there is no such proof")
     while quiet < 2:  # between its wait and its start neither is seen for a moment
-        waits = any(job["run"] == str(run) for job in state.jobs.waiting())
+        waits = any(Path(job["run"]) == run for job in state.jobs.waiting())
         runs = not waits and state.jobs.running() == run
         quiet = 0 if waits or runs else quiet + 1
         said, report = state.jobs.said(run), None

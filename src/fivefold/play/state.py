@@ -50,6 +50,20 @@ class State:
         first = self.folders[0]
         return first.parent if _is_run(first) else first
 
+    @property
+    def texts(self) -> Path:
+        """Where dropped texts go. Raises UserError: it is a link, which may lead anywhere."""
+        if (folder := self.home / ".play").is_symlink():
+            raise UserError(f"{folder} is a link: remove it, and dropped files go there")
+        return folder
+
+    def name(self, run: str) -> str:
+        """The name of an absolute path, as the page's folders begin."""
+        for folder in (*self.folders, self.home):
+            if (path := Path(run)).is_relative_to(there := os.path.abspath(folder)):
+                return printable(str(folder / path.relative_to(there)))
+        return printable(run)
+
     def runs(self) -> dict[str, Path]:
         """All runs by name, the newest first. Those of a sweep stand in its folder."""
         found = set[Path]()
@@ -68,8 +82,11 @@ class State:
         return runs[name]
 
     def within(self, path: Path) -> bool:
-        """True if the path, behind all links, lies in one of the folders."""
-        real = path.expanduser().resolve()
+        """True if the path, behind all links, lies in one of the folders. Raises UserError: it is no path."""
+        try:
+            real = path.expanduser().resolve()
+        except (RuntimeError, ValueError):  # no such home folder, links in a circle, a NUL
+            raise UserError(f"{printable(str(path))[:500]} cannot be a path on this machine") from None
         return any(real.is_relative_to(folder.resolve()) for folder in (*self.folders, self.home))
 
 
@@ -176,23 +193,25 @@ def post(path: str, function: Callable[[Params], Any]) -> Route:
 
 def events(path: str, function: Callable[[Params], Iterator[Any]]) -> Route:
     """A stream of server-sent events. function: yields their JSON values, each in a thread; None: nothing is new now.
-    An error of the user's ends the stream, and says why."""
+    An error of the user's ends the stream, and says why. A stream that ends says so: a browser would ask again."""
 
-    async def lines(source: Iterator[Any], server: Any) -> AsyncIterator[bytes]:
+    async def lines(given: Params, server: Any) -> AsyncIterator[bytes]:
         end = object()
-        while not getattr(server, "ending", False):
+        source, code = await _called(function, given)
+        if code != 200:
+            yield b"data: %s\n\n" % as_json(source)
+        while code == 200 and not getattr(server, "ending", False):
             found, code = await _called(partial(next, source, end))
             if found is end:
-                yield b"event: end\ndata: {}\n\n"
-                return
+                break
             yield b":\n\n" if found is None else b"data: %s\n\n" % as_json(found)
-            if code != 200:
-                return
             if found is None:
                 await anyio.sleep(PAUSE_S)
+        if not getattr(server, "ending", False):
+            yield b"event: end\ndata: {}\n\n"
 
     async def answer(request: Request) -> Response:
-        source = function(dict(request.query_params))
-        return StreamingResponse(lines(source, request.app.state), media_type="text/event-stream")
+        given = dict(request.query_params)
+        return StreamingResponse(lines(given, request.app.state), media_type="text/event-stream")
 
     return Route(path, answer)

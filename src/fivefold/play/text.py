@@ -107,10 +107,10 @@ async def received(state: State, request: Request) -> dict[str, str]:
     if not name.lower().endswith(KINDS):
         raise UserError(f"'{name[-LONGEST_NAME:]}': only {', '.join(KINDS)}")
     folder = given.get("folder", "")
-    home = state.jobs.folder / folder
+    home = state.texts / folder
     if not folder:
-        make_folder(state.jobs.folder, mode=0o700)
-        home = numbered_folder(state.jobs.folder, "texts")
+        make_folder(state.texts, mode=0o700)
+        home = numbered_folder(state.texts, "texts")
     elif not re.fullmatch(r"texts-\d+", folder, re.ASCII) or not home.is_dir() or home.is_symlink():
         raise UserError("there is no such folder of dropped files")
     if (count := len([*home.iterdir()])) >= MOST_FILES:

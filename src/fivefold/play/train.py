@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -46,17 +47,21 @@ def jobs(state: State) -> Iterator[Any]:
     last: Any = None
     while True:
         runs, waiting = state.runs(), state.jobs.waiting()
-        known = {*runs, *(printable(job["run"]) for job in waiting)}
+        known = {*runs, *(state.name(job["run"]) for job in waiting)}
         started = [run for run in state.jobs.started() if printable(str(run)) not in known]
         running = state.jobs.running()
         found = {
             "runs": [{"name": name, **condition(run)} for name, run in runs.items()],
             "waiting": [
-                {"id": job["id"], "run": printable(job["run"]), "command": command(job["words"])}
+                {"id": job["id"], "run": state.name(job["run"]), "command": command(job["words"])}
                 for job in waiting
             ],
             "started": [
-                {"run": printable(str(run)), "said": state.jobs.said(run), "starts": run == running}
+                {
+                    "run": printable(str(run)),
+                    "said": state.jobs.said(run),
+                    "starts": Path(os.path.abspath(run)) == running,
+                }
                 for run in started
             ],
         }
@@ -156,7 +161,7 @@ def resume(state: State, given: Params) -> dict[str, Any]:
     """Lets a run go on from its last checkpoint, in another layout if one is given; if it trains, it saves and ends
     before. given: run, set, layout."""
     run, (sets, layout) = state.run(given.get("run")), _changes(given)
-    if any(job["run"] == str(run) for job in state.jobs.waiting()):
+    if any(job["run"] == os.path.abspath(run) for job in state.jobs.waiting()):
         raise UserError(f"{run} waits to go on already")
     try:
         recipe = load(run / "recipe.toml", sets, layout)
@@ -164,9 +169,9 @@ def resume(state: State, given: Params) -> dict[str, Any]:
         recipe = load(run / "recipe.toml", ["train.microbatch_size=none", *sets], layout)
     _require_within(state, recipe)
     words = ["train", str(run), "--resume", *_options(sets, layout)]
-    state.jobs.add(words, run, first=True)
     if in_use(run):
         watch.stop(run)
+    state.jobs.add(words, run, first=True)
     return {"run": printable(str(run)), "command": command(words)}
 
 
