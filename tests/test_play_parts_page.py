@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import observe_browser
@@ -96,7 +97,7 @@ def test_prove(browser: observe_browser.Browser, play: Play) -> None:
     page.wait("document.querySelector('.alarm')?.textContent.includes('ranks: 1 to 32')")
     browser.errors.clear()  # the refusal's status
     page.give("Steps", 1)
-    page.give("Fields of the recipe, one a line", "train.seed=2\ntrain.sample_prompt=it's")
+    page.give("Recipe fields, one per line", "train.seed=2\ntrain.sample_prompt=it's")
     page.press("Prove")
     page.wait("document.querySelector('.verdict')")
     assert page.text(".verdict") == "dp=2 computes the same as one process."
@@ -112,6 +113,27 @@ def test_prove(browser: observe_browser.Browser, play: Play) -> None:
     page.wait("document.getElementById('told').textContent")
     browser.errors.clear()
     page.check()
+
+
+@pytest.mark.parametrize(
+    ("place", "layout"), [("prove//quickstart", ""), ("prove/100%", "100%"), ("prove/", "dp=2")]
+)
+def test_an_address_may_be_typed(
+    browser: observe_browser.Browser, play: Play, place: str, layout: str
+) -> None:
+    page = Page(browser, play, place)
+    page.wait("document.querySelector('.prove .field input')")
+    label = "[...document.querySelectorAll('.field')].find((e) => e.innerText.startsWith('Layout'))"
+    assert page.all(f"{label}.querySelector('input').value") == layout
+    page.check()
+
+
+def test_a_server_that_has_gone_is_told_of(browser: observe_browser.Browser, tmp_path: Path) -> None:
+    with playing(tmp_path) as gone:
+        page = Page(browser, gone, "runs")
+        page.wait("document.querySelector('.runs h1')")
+    page.wait("document.getElementById('told').textContent.startsWith('The server does not answer')")
+    browser.errors.clear()
 
 
 def test_text(browser: observe_browser.Browser, play: Play) -> None:

@@ -421,3 +421,7 @@ def test_stopping_where_processes_are_hidden(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr(watch, "owner", lambda run: None)
         with pytest.raises(UserError, match="does not train now, or not on this machine"):
             watch.stop(run)
+        state = State([tmp_path])
+        with pytest.raises(UserError, match="does not train now, or not on this machine"):
+            train.resume(state, {"run": str(run)})
+        assert state.jobs.waiting() == []  # it would go on whenever the run ends

@@ -104,6 +104,22 @@ def test_an_open_host_answers_by_number_and_name(tmp_path: Path) -> None:
             assert play.ask("/api/parts", Cookie=play.cookie, Host=host)[0] == 403, host
 
 
+@pytest.mark.parametrize("host", ["127.0.0.2", "::1"])
+def test_all_of_loopback_is_this_machine(tmp_path: Path, host: str) -> None:
+    with playing(tmp_path, host=host) as play:
+        named = f"[{host}]:7" if ":" in host else f"{host}:7"
+        assert play.ask("/api/parts", Cookie=play.cookie, Host=named)[0] == 200
+        for other in ("10.0.0.1", socket.gethostname()):
+            assert play.ask("/api/parts", Cookie=play.cookie, Host=other)[0] == 403
+    assert server_.is_loopback(host)
+    assert not any(map(server_.is_loopback, ("0.0.0.0", "::", "10.0.0.1", "node7", "")))
+
+
+def test_cookies_of_other_servers_do_not_matter(play: Play) -> None:
+    for other in ('a={"b": [1]}', "a[b]=c", "é", "x y=z", "=", "a=b=c"):
+        assert play.ask("/api/parts", Cookie=f"{other}; {play.cookie}; {other}")[0] == 200, other
+
+
 def test_other_pages_are_refused(play: Play) -> None:
     for origin in (
         "http://evil.example",
@@ -343,6 +359,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(app, ["play", "--no-browser", "--host", "0.0.0.0", "--port", "7", "runs"])
     assert "WARNING: --host 0.0.0.0 lets other machines ask" in result.output
     assert served == [([Path("runs")], "127.0.0.1", None), ([Path("runs")], "0.0.0.0", 7)]
+    assert "WARNING" not in CliRunner().invoke(app, ["play", "--no-browser", "--host", "::1"]).output
     result = CliRunner().invoke(app, ["play", "nowhere"])
     assert isinstance(result.exception, UserError)
 

@@ -87,7 +87,7 @@ def test_from_an_empty_folder_to_an_exported_model(tmp_path: Path) -> None:
             until(browser, f"{state}.startsWith('stopped')", 120)
             step = browser.evaluate(f"Number({state}.match(/step (\\d+)/)[1])")
             browser.evaluate("document.querySelector('[aria-label=\"Another layout\"]').value = 'tp=2'")
-            press(browser, "Go on in this layout")
+            press(browser, "Resume in this layout")
             until(browser, f"{state}.startsWith('training') && {training(step + 5)}", 240)
             press(browser, "Show, measured and planned")
             until(browser, "document.querySelector('main svg')?.textContent.includes('planned')")

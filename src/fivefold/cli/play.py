@@ -55,7 +55,7 @@ def play(
         if (folder / "recipe.toml").is_file():
             guard(folder)
     try:
-        from fivefold.play.server import NAMES, serve
+        from fivefold.play.server import is_loopback, serve
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name} is not installed. Use: pip install 'fivefold[play]'") from None
     with ExitStack() as stack:
@@ -64,7 +64,7 @@ def play(
             print(
                 f"{url}\nThis address is a key: whoever has it may train here. Ctrl-C ends the page, not its runs"
             )
-            if host not in NAMES:
+            if not is_loopback(host):
                 print(
                     f"WARNING: --host {host} lets other machines ask, and nothing encrypts what they read and send",
                     file=sys.stderr,

@@ -14,7 +14,6 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from http.cookies import CookieError, SimpleCookie
 from importlib import import_module
 from ipaddress import ip_address
 from pathlib import Path
@@ -24,6 +23,7 @@ from urllib.parse import parse_qs
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import cookie_parser
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
@@ -96,8 +96,9 @@ class Guard:
     def __init__(self, app: Any, token: str, host: str, limits: dict[str, int], state: State) -> None:
         self.app, self.token, self.limits, self.state = app, token, limits, state
         self.cookie = f"fivefold-{hashlib.sha256(token.encode()).hexdigest()[:8]}"  # ports share cookies
-        self.names = NAMES | {host, socket.gethostname(), socket.getfqdn()} if host not in NAMES else NAMES
-        self.anywhere = host not in NAMES
+        self.anywhere = not is_loopback(host)
+        self.names = NAMES | {host, f"[{host}]"}
+        self.names |= {socket.gethostname(), socket.getfqdn()} if self.anywhere else set()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -149,11 +150,8 @@ class Guard:
         if scope["path"] == "/" and hmac.compare_digest(given.encode(), self.token.encode()):
             more["Set-Cookie"] = f"{self.cookie}={self.token}; HttpOnly; SameSite=Strict; Path=/"
             return None
-        try:
-            known = SimpleCookie("; ".join(sent(b"cookie"))).get(self.cookie)
-        except CookieError:
-            known = None
-        if known is None or not hmac.compare_digest(known.value.encode(), self.token.encode()):
+        known = cookie_parser("; ".join(sent(b"cookie"))).get(self.cookie, "")
+        if not hmac.compare_digest(known.encode(), self.token.encode()):
             return PlainTextResponse(UNKNOWN, 401)
         return None
 
@@ -165,6 +163,14 @@ class Guard:
             return self.anywhere and bool(ip_address(host.strip("[]")))
         except ValueError:
             return False
+
+
+def is_loopback(host: str) -> bool:
+    """True if only this machine reaches a server that listens there."""
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def listen(host: str, port: int | None) -> socket.socket:

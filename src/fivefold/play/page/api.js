@@ -1,8 +1,11 @@
 // Asks the server. Everything throws an Error with a sentence for people.
+import { tell } from "./kit.js";
+
+const SILENT = "The server does not answer. Is `fivefold play` still running?";
 
 async function answer(request) {
   let response;
-  try { response = await request; } catch { throw Error("The server does not answer. Is `fivefold play` still running?"); }
+  try { response = await request; } catch { throw Error(SILENT); }
   const text = await response.text();
   let content;
   try { content = JSON.parse(text); } catch { throw Error(text.slice(0, 300) || `The server answers ${response.status}`); }
@@ -20,9 +23,13 @@ export const get = (path, params) => answer(fetch(address(path, params)));
 export const post = (path, body = {}) =>
   answer(fetch(address(path), { method: "POST", body: body instanceof Blob ? body : JSON.stringify(body) }));
 
-/** Calls onMessage(value) for each event, {error} among them. path may be [path, params]. Returns a function that ends it. */
+/** Calls onMessage(value) for each event, {error} among them. path may be [path, params]. Returns a function that ends it.
+ * A server that does not answer is told of once; the browser asks again by itself. */
 export function events(path, onMessage) {
   const source = new EventSource(address(...[path].flat()));
+  let told = false;
+  source.onopen = () => { told = false; };
+  source.onerror = () => { if (!told) tell(SILENT, true); told = true; };
   source.onmessage = (event) => onMessage(JSON.parse(event.data));
   source.addEventListener("end", () => source.close());
   return () => source.close();

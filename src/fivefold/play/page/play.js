@@ -5,8 +5,10 @@ import { el, tell } from "./kit.js";
 const root = document.getElementById("root");
 let parts = [], leave = null, turn = 0;
 
-/** Words behind # as they were given to `go`: the part, then what it shows. */
-const place = () => location.hash.slice(1).split("/").filter(Boolean).map(decodeURIComponent);
+/** Words behind # as they were given to `go`: the part, then what it shows, of which all but the last may be empty. */
+const place = () => location.hash.slice(1).replace(/\/+$/, "").split("/").map((word) => {
+  try { return decodeURIComponent(word); } catch { return word; }  // typed by hand: a % that stands for itself
+});
 
 /** Goes to a part, and to what it shows. */
 const go = (...words) => { location.hash = words.map(encodeURIComponent).join("/"); };

@@ -3,7 +3,7 @@ import { button, copyable, el, field, table, tell } from "./kit.js";
 import { player } from "./player.js";
 
 const NAMES = { loss: "Loss", gradients: "Gradients", grad_norm: "Gradient norm", weights: "Weights" };
-const IS = { waits: "It waits for what runs.", runs: "It runs.", ended: "It has ended without a result." };
+const IS = { waits: "Waiting for the current job.", runs: "Running.", ended: "It has ended without a result." };
 
 export async function show(root, api) {
   const [{ families }, { modes, collectives }] = await Promise.all([api.get("train/recipes"), api.get("prove/choices")]);
@@ -22,7 +22,7 @@ export async function show(root, api) {
         const made = await api.post("prove/start", { recipe: recipe.value, layout: words, set: fields, mode: mode.value, steps: Number(steps.value) });
         tell(made.command);
         api.go("prove", words, recipe.value, made.name, ...fields);
-      }, { class: "main" })), field("Fields of the recipe, one a line", set), result), stepper(api, collectives, options));
+      }, { class: "main" })), field("Recipe fields, one per line", set), result), stepper(api, collectives, options));
   return name && api.events(["prove/watch", { name }], (found) => {
     if (found.error) return tell(found.error, true);
     const quoted = sets.map((text) => ` --set '${text.replaceAll("'", "'\\''")}'`).join("");
@@ -31,7 +31,7 @@ export async function show(root, api) {
       report ? table(["", "Difference", "Allowed", "", "Largest at"], Object.entries(NAMES).map(([key, title]) => [title, report[key].max_rel.toExponential(1),
         report.tolerance[key].toExponential(1), report[key].passed ? "ok" : "WRONG", report[key].worst])) : el("pre", { tabindex: 0 }, said || "..."),
       ...(report?.notes ?? []).map((note) => el("p", {}, `Note: ${note}`)),
-      report ? copyable(`fivefold verify ${of}${quoted} --layout ${given} --steps ${report.steps} --mode ${report.mode}`, "The same in the terminal") : "");
+      report ? copyable(`fivefold verify ${of}${quoted}${given && ` --layout ${given}`} --steps ${report.steps} --mode ${report.mode}`, "The same in the terminal") : "");
   });
 }
 

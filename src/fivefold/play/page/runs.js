@@ -38,7 +38,7 @@ export async function show(root, api) {
     more.replaceChildren(el("section", {}, el("h2", {}, name), el("div", { class: "row" },
       el("a", { href: `/api/runs/report?${query}`, download: true }, "Report, one file"),
       button("Export to Hugging Face", async () => {
-        tell("Writes the weights...");
+        tell("Exporting...");
         const made = await api.post("runs/export", { run: name });
         more.append(copyable(made.command, `Written to ${made.folder} by`));
       })), copyable(found.command, "Repeat the run"), copyable(found.resume, "Resume it"), copyable(found.recipe, "recipe.toml")));

@@ -124,7 +124,7 @@ export async function show(root, api) {
     clear();
     about = null;
     send.disabled = true;
-    note.textContent = "Opens the model...";
+    note.textContent = "Loading the model...";
     try { await ask({}, null); } catch (error) { note.textContent = error.message; }
     send.disabled = !about;
   }

@@ -76,7 +76,7 @@ function starter(api, started, given) {
     started(made.run);
   }, { class: "main" });
   return el("div", { class: "starter" }, el("div", { class: "row" }, field("Recipe", recipe), field("Layout", layout), start), about,
-    field("Fields of the recipe, one a line", set),
+    field("Recipe fields, one per line", set),
     el("label", {}, timed, " measure the timeline of step 20"));
 }
 
@@ -155,7 +155,7 @@ function watch(root, api, name) {
     wrong.replaceChildren(...alarms.slice(-5).map(([step, text]) => el("p", { class: "alarm", role: "alert" }, `Step ${step.toLocaleString("en")}: ${text}`)),
       ...restarts.map((text) => el("p", { class: "alarm" }, `Restarted ${text}`)),
       condition.kind !== "training" && condition.kind !== "complete" && /error|failed/i.test(said) ? el("pre", { class: "alarm", tabindex: 0 }, said) : "");
-    table_.replaceChildren(ranks.length ? table(["Rank", "Step", "Does", "Memory"], ranks.map((rank) =>
+    table_.replaceChildren(ranks.length ? table(["Rank", "Step", "Activity", "Memory"], ranks.map((rank) =>
       [String(rank.rank), rank.step == null ? "–" : rank.step.toLocaleString("en"), rank.does, bytes(rank.memory)]), "Ranks")
       : el("p", { class: "none" }, condition.kind === "training" ? "Its ranks are on another machine." : "No rank trains now."));
   }
@@ -171,7 +171,7 @@ function watch(root, api, name) {
       }, { title: "Finishes the step, saves and ends. Pressed again, it ends at once" }),
       !going && condition.kind !== "complete" && button("Resume", order("resume"), { class: "main" }),
       condition.kind !== "complete" && layout,
-      condition.kind !== "complete" && button("Go on in this layout", async () => {
+      condition.kind !== "complete" && button("Resume in this layout", async () => {
         if (!layout.value.trim()) throw Error("Write a layout, such as tp=2 or dp=2,zero=1");
         const made = await api.post("train/resume", { run: name, layout: layout.value.trim() });
         tell(made.command);
