@@ -68,7 +68,7 @@ def test_a_collective_is_that_of_the_command(play: Play) -> None:
     [
         ({"recipe": "../x"}, "is no shipped recipe and no run"),
         ({"layout": "tp=5"}, "layout.tp = 5 must divide"),
-        ({"layout": "--html=/tmp/x"}, "layout"),
+        ({"layout": "--html=x.html"}, "layout"),
         ({"set": ["data.source=/etc"]}, "lies outside of the page's folders"),
         ({"steps": 0}, "steps: 1 to 20"),
         ({"steps": True}, "steps: 1 to 20"),

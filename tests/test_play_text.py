@@ -81,6 +81,13 @@ def test_what_is_not_taken(play: Play, folder: Path, monkeypatch: pytest.MonkeyP
     assert line.getresponse().status == 413
     line.close()
     assert {file.name for file in Path(made["source"]).iterdir()} == there
+    sets = {*(folder / ".play").iterdir()}
+    send_nowhere = http.client.HTTPConnection("127.0.0.1", play.port, timeout=20)
+    new = path.partition("&folder=")[0]
+    send_nowhere.request("POST", new, iter([b"y" * 900] * 4), {"Cookie": play.cookie, "Origin": play.origin})
+    assert send_nowhere.getresponse().status == 413
+    send_nowhere.close()
+    assert {*(folder / ".play").iterdir()} == sets, "no empty folder stays"
     monkeypatch.setattr(text, "MOST_FILES", 1)
     assert "at most 1 files" in send(play, "b.txt", b"x", made["folder"], 400)["error"]
     assert play.ask(path, "POST", b"x", Cookie=play.cookie)[0] == 403  # it does not come from the page

@@ -157,7 +157,7 @@ def _facts(held_out: bool) -> Iterator[Row]:
 
 
 def _asking(held_out: bool) -> Iterator[Row]:
-    """Questions that lack something, or ask for what nobody knows. The answer says what."""
+    """Questions that lack something, or ask about an invented name. The answer says which."""
     operands = {"{a}": list(range(2, 100)), "{w}": [word.capitalize() for word in _unknown("names", 400)]}
     for asked, reply in _tables()["asking"].items():
         mark = "{a}" if "{a}" in asked else "{w}"
@@ -180,7 +180,7 @@ def _worded(rng: random.Random, name: str, **values: Any) -> str:
 
 
 def _words(held_out: bool) -> list[str]:
-    """Words, and in training as many that nobody knows, in which any letter stands behind any other."""
+    """Words. In training half of them are invented, so that any letter may follow any other."""
     words = _tables()["words"].split()
     return _part(words, held_out) + [
         w for w in _unknown("words", len(words)) if not held_out and w not in words
@@ -188,7 +188,7 @@ def _words(held_out: bool) -> list[str]:
 
 
 def _unknown(seed: str, count: int) -> list[str]:
-    """Words of three to nine letters that nobody knows."""
+    """Invented words of three to nine letters."""
     rng, letters = random.Random(seed), ("aeiou", "bcdfghjklmnpqrstvwxyz")
     made = (
         "".join(rng.choice(rng.choice(letters)) for _ in range(rng.randint(3, 9))) for _ in range(2 * count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,11 @@ async def received(state: State, request: Request) -> dict[str, str]:
             async for piece in request.stream():
                 file.write(piece)
         rename(temporary, target := home / f"{count + 1}-{name[-LONGEST_NAME:]}")
+    except OSError as error:
+        raise UserError(f"the file cannot be written: {error.strerror}") from error
     finally:
         remove(temporary)
+        if not folder:
+            with suppress(OSError):  # it has the file
+                home.rmdir()
     return {"folder": home.name, "source": str(home), "name": target.name}
