@@ -146,7 +146,9 @@ def test_text(browser: observe_browser.Browser, play: Play) -> None:
       for (const [name, text] of {words}) moved.items.add(new File([text], name));
       document.querySelector('.drop').dispatchEvent(new DragEvent('drop', {{ dataTransfer: moved, bubbles: true }}));
     }})()""")
-    page.wait("location.hash.includes('texts-1') && document.querySelector('.sample')")
+    page.wait(
+        "document.querySelector('.row input').value.includes('texts-1') && document.querySelector('.sample')"
+    )
     assert page.all("[...document.querySelectorAll('.text dd')].map((e) => e.firstChild.textContent)")[
         :2
     ] == ["2", "401"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -109,24 +108,23 @@ async def received(state: State, request: Request) -> dict[str, str]:
         raise UserError(f"'{name[-LONGEST_NAME:]}': only {', '.join(KINDS)}")
     folder = given.get("folder", "")
     home = state.texts / folder
-    if not folder:
-        make_folder(state.texts, mode=0o700)
-        home = numbered_folder(state.texts, "texts")
-    elif not re.fullmatch(r"texts-\d+", folder, re.ASCII) or not home.is_dir() or home.is_symlink():
+    if folder and (
+        not re.fullmatch(r"texts-\d+", folder, re.ASCII) or not home.is_dir() or home.is_symlink()
+    ):
         raise UserError("there is no such folder of dropped files")
-    if (count := len([*home.iterdir()])) >= MOST_FILES:
+    if (count := len([*home.iterdir()]) if folder else 0) >= MOST_FILES:
         raise UserError(f"at most {MOST_FILES:,} files at once; name their folder instead")
-    temporary = home / f".{own_word()}"
+    make_folder(state.texts, mode=0o700)
+    temporary = state.texts / f".{own_word()}"  # its folder is made only when the file is whole
     try:
         with stream(temporary) as file:
             async for piece in request.stream():
                 file.write(piece)
+        if not folder:
+            home = numbered_folder(state.texts, "texts")
         rename(temporary, target := home / f"{count + 1}-{name[-LONGEST_NAME:]}")
     except OSError as error:
         raise UserError(f"the file cannot be written: {error.strerror}") from error
     finally:
         remove(temporary)
-        if not folder:
-            with suppress(OSError):  # it has the file
-                home.rmdir()
     return {"folder": home.name, "source": str(home), "name": target.name}
