@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
@@ -23,7 +26,8 @@ from fivefold.plan.asked import Typed, read
 from fivefold.plan.cluster import measured
 from fivefold.plan.pages.pictures import duration_text
 from fivefold.plan.predict import Plan, predict
-from fivefold.play.machine import Commands, answer
+from fivefold.play.commands import Command, Commands
+from fivefold.play.machine import answer
 from fivefold.play.position import FIELDS, Position, moved
 from fivefold.recipe import shipped
 from fivefold.sharding.layout import parse
@@ -277,7 +281,69 @@ def test_a_machine_without_a_table_can_be_measured(play: Play, monkeypatch: pyte
 
 def test_commands_that_fail_say_what_they_said() -> None:
     with pytest.raises(UserError, match="no such file, and no shipped recipe"):
-        Commands().run(["plan", "no-such-recipe"])
+        Commands().start("plan", ["plan", "no-such-recipe"]).result()
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Takes the place of Python: a shell script."""
+
+    def written(script: str) -> None:
+        (tmp_path / "python").write_text(f"#!/bin/sh\nshift 2\n{script}\n")
+        (tmp_path / "python").chmod(0o755)
+
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    return written
+
+
+def gone(pid: int) -> bool:
+    with suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return True
+
+
+def test_a_command_ends_with_all_that_it_started(
+    program: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another one of its kind, by its limit, and with the server; also if it does not want to."""
+    monkeypatch.setattr("fivefold.play.commands.MOMENT", 0.2)
+    program(f"trap '' TERM; sleep 60 & echo $! > {tmp_path}/child-$1; while :; do wait; done")
+    commands, children = Commands(), list[int]()
+
+    def start(name: str) -> Command:
+        command = commands.start("kind", [name])
+        while not (path := tmp_path / f"child-{name}").exists() or not path.read_text():
+            time.sleep(0.01)
+        children.append(int(path.read_text()))
+        return command
+
+    first = start("a")
+    second = start("b")
+    with pytest.raises(UserError, match=r"^stopped$"):
+        first.result()
+    assert second.runs
+    second.limit.function(*second.limit.args)  # as when its time is over
+    with pytest.raises(UserError, match="more than 10 minutes"):
+        second.result()
+    third = start("c")
+    commands.end()
+    with pytest.raises(UserError, match=r"^stopped$"):
+        third.result()
+    with pytest.raises(UserError, match="the server ends"):
+        commands.start("kind", ["d"])
+    assert all(map(gone, children))
+
+
+def test_a_result_is_the_first_line(program: Callable[[str], None]) -> None:
+    program("""echo '{"passed": false}'; echo '{"error": {"message": "it differs"}}'; exit 1""")
+    assert Commands().start("a", []).result() == {"passed": False}
+    program("""echo '{"error": {"message": "wrong"}}'; echo noise >&2; exit 2""")
+    with pytest.raises(UserError, match=r"^wrong$"):
+        Commands().start("a", []).result()
+    program("echo half; exit 3")
+    with pytest.raises(UserError, match=r"^it has ended with code 3$"):
+        Commands().start("a", []).result()
 
 
 @pytest.mark.slow

@@ -83,31 +83,45 @@ def test_a_collective_is_that_of_the_command(play: Play) -> None:
 def test_what_cannot_be_proven(play: Play, given: dict[str, Any], words: str) -> None:
     asked = {"recipe": "quickstart", "layout": "dp=2", "steps": 1, "mode": "fp32"} | given
     assert words in play.post("prove/start", asked, 400)["error"]
-    assert play.app.state.jobs.waiting() == []
+    assert play.app.state.commands.last(prove.KIND) is None
 
 
-def test_a_proof_waits_runs_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proof_runs_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = {"passed": False, "layout": "dp=2"}
     monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
     (tmp_path / "go").touch()
     (tmp_path / "python").write_text(
-        f'#!/bin/sh\nshift 2; echo "$@"; while [ -e "{tmp_path}/go" ]; do sleep 0.05; done\n'
-        f"echo '{json.dumps(report)}'; echo 'error: wrong'; exit 1\n"
+        f'#!/bin/sh\nshift 2; echo "$@" >&2; while [ -e "{tmp_path}/go" ]; do sleep 0.05; done\n'
+        f"echo '{json.dumps(report)}'; echo 'error: wrong' >&2; exit 1\n"
     )
     (tmp_path / "python").chmod(0o755)
     state = State([tmp_path / "runs"])
     asked = {"recipe": "quickstart", "layout": "dp=2", "steps": 2, "mode": "bf16"}
-    made, other = prove.start(state, asked), prove.start(state, asked)
+    made = prove.start(state, asked)
     assert made["command"] == "fivefold verify quickstart --layout dp=2 --steps 2 --mode bf16"
-    first, second = prove.watched(state, made["name"]), prove.watched(state, other["name"])
+    first = prove.watched(state, made["name"])
     found = next(first)
     assert (found["is"], found["report"]) == ("runs", None)
-    assert next(second) == {"is": "waits", "said": "", "report": None}
-    (tmp_path / "go").unlink()
+    other = prove.start(state, asked)
     [*_, last] = [one for one in first if one]
+    assert last == {"is": "ended", "said": "stopped", "report": None}
+    second = prove.watched(state, other["name"])
+    next(second)
+    (tmp_path / "go").unlink()
+    [*_, last] = [one for one in second if one]
     assert last["is"] == "ended"
     assert last["report"] == report
-    assert re.fullmatch(r"verify quickstart .*--json\n.*\nerror: wrong", last["said"])
-    for name in ("verify-123/../..", "../x", "verify-", ".."):
+    assert re.fullmatch(r"verify quickstart .*--json\nerror: wrong", last["said"])
+    for name in (made["name"], "", "../x"):
         with pytest.raises(Exception, match="no such proof"):
             next(prove.watched(state, name))
+
+
+def test_a_proof_is_stopped_from_the_page(play: Play) -> None:
+    asked = {"recipe": "quickstart", "layout": "dp=2", "steps": 20, "mode": "fp32"}
+    name = play.post("prove/start", asked)["name"]
+    watched = play.events(f"prove/watch?name={name}")
+    assert next(watched)["is"] == "runs"
+    assert play.post("prove/stop", {}) == {}
+    [*_, last] = watched
+    assert (last["is"], last["said"]) == ("ended", "stopped")

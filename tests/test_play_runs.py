@@ -238,9 +238,24 @@ def test_orders_are_objects(play: Play, body: bytes) -> None:
     assert (code, "JSON object" in text.decode()) == (400, True)
 
 
-def test_texts_within_the_folders_are_taken(play: Play, folder: Path, kept: None) -> None:
+def test_texts_within_the_folders_are_taken(
+    play: Play, folder: Path, kept: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "texts").mkdir()
-    play.post("train/start", {"recipe": "quickstart", "set": [f"data.source={folder}/texts"]})
+    (folder / "texts" / "a.txt").write_text("a text")
+    sources = ("texts", "texts/a.txt", "*/*.txt")
+    asked = [{"recipe": "quickstart", "set": [f"data.source={folder}/{name}"]} for name in sources]
+    for one in asked:
+        play.post("train/start", one)
+    play.post("train/start", {"recipe": "quickstart", "set": ["data.source=talk"]})
+    (tmp_path / "secret.txt").write_text("a secret")
+    os.symlink(tmp_path / "secret.txt", folder / "texts" / "b.txt")
+    for one in (asked[0], asked[2]):  # each file counts, also behind links
+        assert "b.txt lies outside of" in play.post("train/start", one, 400)["error"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for field in ("data.tokenizer=~/secret.txt", f"train.init_from={folder}/texts", f"data.cache={folder}"):
+        answer = play.post("train/start", {"recipe": "quickstart", "set": [field]}, 400)
+        assert "outside of the page's folders" in answer["error"], field
 
 
 def test_only_a_run_is_asked_to_stop(play: Play, folder: Path) -> None:
@@ -351,7 +366,7 @@ def test_an_export_is_the_command(
     play: Play, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "python"
-    program.write_text('#!/bin/sh\nshift 2\n[ "$1" = export ] && touch "$3/config.json"\n')
+    program.write_text('#!/bin/sh\nshift 2\n[ "$1" = export ] && touch "$3/config.json"; echo "{}"\n')
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     found = play.post("runs/export", {"run": str(folder / "first")})
@@ -363,6 +378,10 @@ def test_an_export_is_the_command(
     program.write_text("#!/bin/sh\necho 'error: no checkpoint' >&2; exit 2\n")
     assert play.post("runs/export", {"run": str(folder / "first")}, 400)["error"] == "no checkpoint"
     assert not (folder / "first-hf-2").exists()
+    program.write_text("#!/bin/sh\nsleep 60\n")
+    play.app.state.commands.start("export", [])
+    assert "is exported now" in play.post("runs/export", {"run": str(folder / "first")}, 400)["error"]
+    play.app.state.commands.stop("export")
 
 
 def test_a_run_from_the_page_is_the_commands_run(tmp_path: Path) -> None:

@@ -3,7 +3,10 @@
 import http.client
 import json
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -172,12 +175,13 @@ def test_a_run_is_found_by_its_name_only(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="there is no run"):
             state.run(name)
     assert {*State([folder / "first"]).runs()} == {str(folder / "first")}
-    assert state.within(folder / "first" / "x")
-    assert not state.within(folder / "linked" / "recipe.toml")
-    assert not state.within(folder / ".." / "other")
+    state.require(folder / "first" / "x", folder / "first")
+    for path in (folder / "linked" / "recipe.toml", folder / ".." / "other", folder):
+        with pytest.raises(UserError, match="lies outside of the page's folders"):
+            state.require(path)
     for path in ("~nobody123/x", "a\0b"):
         with pytest.raises(UserError, match="cannot be a path"):
-            state.within(Path(path))
+            state.require(path)
 
 
 def test_a_link_in_a_run_is_not_followed(tmp_path: Path) -> None:
@@ -274,6 +278,21 @@ def test_a_list_of_jobs_may_hold_anything(tmp_path: Path, text: str) -> None:
     assert jobs.waiting() == []
 
 
+def test_only_a_damaged_entry_is_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And named, once."""
+    jobs = Jobs(tmp_path)
+    jobs.folder.mkdir(parents=True, exist_ok=True)
+    good = [{"id": name, "run": f"/x/{name}", "cwd": "/", "words": ["train", name]} for name in "abc"]
+    listed = [good[0], {"id": "d", "words": "broken"}, good[1], 3, good[2]]
+    (jobs.folder / "waiting.json").write_text(json.dumps({"jobs": listed}))
+    assert jobs.waiting() == good
+    jobs.remove("b")
+    jobs.remove("c")
+    assert jobs.waiting() == good[:1]
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(": ")[2] for line in said] == ['{"id": "d", "words": "broken"}', "3"]
+
+
 def test_nothing_in_a_shown_folder_starts_or_is_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,6 +381,35 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "WARNING" not in CliRunner().invoke(app, ["play", "--no-browser", "--host", "::1"]).output
     result = CliRunner().invoke(app, ["play", "nowhere"])
     assert isinstance(result.exception, UserError)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_commands_end_with_the_server_by_any_signal(tmp_path: Path, number: signal.Signals) -> None:
+    code = (
+        "import subprocess, sys; from pathlib import Path; from fivefold.play import server\n"
+        "made = server.make_app\n"
+        "def make_app(*given):\n"
+        "    app = made(*given)\n"
+        "    popen, subprocess.Popen = subprocess.Popen, lambda line, **more: popen(['sleep', '60'], **more)\n"
+        "    print(app.state.commands.start('x', []).process.pid)\n"
+        "    subprocess.Popen = popen\n"
+        "    return app\n"
+        "server.make_app = make_app\n"
+        "server.serve([Path('.')], port=0, tell=lambda url: print(url, flush=True))\n"
+        "print('left')\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout
+        child = int(server.stdout.readline())
+        assert server.stdout.readline().startswith("http://")
+        os.kill(child, 0)
+        server.send_signal(number)
+        assert server.stdout.read() == "left\n"
+    assert server.returncode == 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
 
 
 def test_a_port_that_is_taken_is_an_error(play: Play) -> None:

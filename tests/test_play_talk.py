@@ -177,8 +177,23 @@ def test_the_process_may_die(folder: Path, capfd: pytest.CaptureFixture[str]) ->
     assert talker.process is not None
     talker.process.kill()
     end = [line for line in first if line][-1]
-    assert (end["end"], "has ended (code -9)" in end["error"]) == ("error", True)
+    assert (end["end"], "was killed: the system may have run out of memory" in end["error"]) == (
+        "error",
+        True,
+    )
     assert [*talker.answer(str(talker.ask(given)))][-1] == {"end": "complete"}
     assert talker.process.stdin is not None
     talker.process.stdin.close()
     assert talker.process.wait(20) == 0, "it ends with the server"
+
+
+def test_half_a_line_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a process that ends while it writes, the page hears that it has ended."""
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    (tmp_path / "python").write_text(
+        """#!/bin/sh\nread line; printf '{"id": 1, "text": "x", "to'; exit 3\n"""
+    )
+    (tmp_path / "python").chmod(0o755)
+    talker = Talker()
+    [end] = [line for line in talker.answer(str(talker.ask({"text": "a"}))) if line]
+    assert (end["end"], "has ended (exit code 3)" in end["error"]) == ("error", True)

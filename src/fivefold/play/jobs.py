@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from fivefold.errors import UserError, printable
+from fivefold.errors import UserError, shortened
 from fivefold.files import (
     cache_folder,
     held,
@@ -32,17 +32,25 @@ from fivefold.files import (
     stream,
     write_atomically,
 )
+from fivefold.play.commands import last_words
 
 MOST = 100
 """Jobs that may wait."""
 MOST_PATH = 1 << 14
-TAIL = 4000
-"""Bytes of a job's last words."""
 
 
 def _key(path: str) -> str:
     """A word for a path."""
     return hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
+
+
+def _whole(job: Any) -> bool:
+    """True if an entry of the list is a job."""
+    with suppress(KeyError, TypeError):
+        texts = [job["id"], job["run"], job["cwd"], *job["words"]]
+        places = all(os.path.isabs(job[key]) for key in ("run", "cwd"))
+        return places and isinstance(job["words"], list) and all(isinstance(text, str) for text in texts)
+    return False
 
 
 class Jobs:
@@ -55,15 +63,15 @@ class Jobs:
 
     def waiting(self) -> list[dict[str, Any]]:
         """Those that wait, the next one first: {id, run, cwd, words}. run: its folder. Paths are absolute."""
-        with suppress(OSError, UserError, KeyError, TypeError):
-            jobs = read_json(self.folder / "waiting.json")["jobs"]
-            return [
-                job
-                for job in jobs
-                if all(isinstance(word, str) for word in (job["id"], job["run"], job["cwd"], *job["words"]))
-                and all(os.path.isabs(job[key]) for key in ("run", "cwd"))
-            ]
-        return []
+        return self._read()[0]
+
+    def _read(self) -> tuple[list[dict[str, Any]], list[Any]]:
+        """The entries of the list, and those that are damaged."""
+        jobs: Any = []
+        with suppress(OSError, UserError):
+            jobs = read_json(self.folder / "waiting.json").get("jobs")
+        jobs = jobs if isinstance(jobs, list) else []
+        return [job for job in jobs if _whole(job)], [job for job in jobs if not _whole(job)]
 
     def add(self, words: Sequence[str], run: Path, first: bool = False) -> dict[str, Any]:
         """Lets `fivefold WORDS` wait for its turn. run: the folder that it writes. first: before the others. It is
@@ -88,13 +96,17 @@ class Jobs:
         """The list, to be changed inside the block."""
         make_folder(self.folder, mode=0o700)
         with locked(self.folder / ".lock"):
-            yield (jobs := self.waiting())
+            jobs, damaged = self._read()
+            for job in damaged:
+                text = shortened(json.dumps(job), 200)
+                print(f"a queued run was dropped, as its entry is damaged: {text}", file=sys.stderr)
+            yield jobs
             write_atomically(self.folder / "waiting.json", json.dumps({"jobs": jobs}))
 
     def start_next(self) -> None:
         """Starts the next job, if there is one, none runs, and nothing else trains in its folder."""
         self._children = [child for child in self._children if child.poll() is None]
-        if not self.waiting():
+        if not any(self._read()):
             return
         make_folder(self.folder, mode=0o700)
         if (lock := held(self.folder / "running")) is None:
@@ -151,8 +163,7 @@ class Jobs:
     def said(self, run: Path) -> str:
         """The last words of a run's job, or of its beginning; "" if it was started elsewhere."""
         with suppress(OSError, UserError), open_file(self.log(run)) as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
-            return printable(file.read(TAIL).decode("utf-8", "replace").replace("\r", "\n")).strip()
+            return last_words(file)
         return ""
 
     def follow(self, stop: threading.Event) -> None:

@@ -6,12 +6,9 @@ The answer has the plan, in figures and pictures, or why there is none with the 
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -55,7 +52,6 @@ ROWS, MANY = (
     8,
 )  # microbatches of a timeline; of more context ranks, with their many messages, only one is shown
 NARROW, WIDE = 330, 960  # pixels of a picture
-LONGEST = 600  # seconds of a search
 MOST_WORDS = 2000  # characters of a request's field
 SET = (*FIELDS.values(), *(setting.key for setting in SETTINGS))
 """Fields that a request may set."""
@@ -270,47 +266,12 @@ def asked(given: Params, state: State) -> Position:
     return other(at, "price", words["price"], 0)[0]
 
 
-class Commands:
-    """Commands that take long, in a process of their own, one at a time: a new one ends the one before."""
-
-    def __init__(self) -> None:
-        self.child: subprocess.Popen[str] | None = None
-
-    def stop(self) -> None:
-        if self.child is not None and self.child.poll() is None:
-            self.child.kill()
-
-    def run(self, words: Sequence[str]) -> dict[str, Any]:
-        """What `fivefold WORDS --json` prints. Raises UserError: it failed, was stopped, or took too long."""
-        self.stop()
-        command = [sys.executable, "-m", "fivefold", *words, "--json"]
-        pipes = {
-            "stdout": subprocess.PIPE,
-            "stderr": subprocess.PIPE,
-            "stdin": subprocess.DEVNULL,
-            "text": True,
-        }
-        self.child = child = subprocess.Popen(command, **pipes)
-        try:
-            out, err = child.communicate(timeout=LONGEST)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.communicate()
-            raise UserError(
-                f"it took more than {LONGEST / 60:.0f} minutes; {shlex.join(words)} in a terminal may"
-            ) from None
-        if child.returncode:
-            with suppress(ValueError, KeyError, TypeError):
-                err = json.loads(out)["error"]["message"]
-            raise UserError("stopped" if child.returncode < 0 else err.strip())
-        return json.loads(out)
-
-
-def searched(at: Position, commands: Commands) -> dict[str, Any]:
+def searched(at: Position, state: State) -> dict[str, Any]:
     """The fastest layouts that `fivefold plan search` finds, as positions."""
     at = at.to("microbatch", OPEN)
     words = [word for text in at.sets for word in ("--set", text)]
-    found = commands.run(["plan", "search", at.recipe, *words, "--cluster", at.cluster, "--top", "10"])
+    words = ["plan", "search", at.recipe, *words, "--cluster", at.cluster, "--top", "10"]
+    found = state.commands.start("machine", words).result()
     rows = []
     for plan in found["plans"]:
         near = replace(at.to("microbatch", str(plan["microbatch_size"])), layout=plan["layout"])
@@ -325,8 +286,6 @@ def searched(at: Position, commands: Commands) -> dict[str, Any]:
 
 def routes(state: State) -> list[Route]:
     from fivefold.play.state import get, post
-
-    commands = Commands()
 
     def start(given: Params) -> dict[str, Any]:
         """What the page begins with. The first run of a folder may be asked for by its name."""
@@ -346,13 +305,13 @@ def routes(state: State) -> list[Route]:
         return answer(at, moves, width)
 
     def measure(given: Params) -> dict[str, Any]:
-        commands.run(["bench", "hardware"])
+        state.commands.start("machine", ["bench", "hardware"]).result()
         return {}
 
     return [
         get("/api/machine/start", start),
         get("/api/machine/plan", plan),
-        post("/api/machine/search", lambda given: searched(asked(given, state), commands)),
+        post("/api/machine/search", lambda given: searched(asked(given, state), state)),
         post("/api/machine/measure", measure),
-        post("/api/machine/stop", lambda given: commands.stop() or {}),
+        post("/api/machine/stop", lambda given: state.commands.stop("machine") or {}),
     ]

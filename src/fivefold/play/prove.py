@@ -1,19 +1,15 @@
-"""Prove: `fivefold verify` of a layout, as a job; and a collective, round by round, with its values."""
+"""Prove: `fivefold verify` of a layout; and a collective, round by round, with its values."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from starlette.routing import Route
 
 from fivefold.errors import UserError
-from fivefold.files import own_word
 from fivefold.host import memory_bytes
 from fivefold.observe import player
 from fivefold.observe.collective_picture import player as of_collective
@@ -28,12 +24,13 @@ from fivefold.schedules.collectives import ALGORITHMS, algorithm, build, shape_o
 MOST_STEPS, MOST_RANKS, MOST_PIECES = 20, player.MOST_RANKS, 4
 REFERENCE = 16
 """Bytes per parameter of one process: weight, gradient and Adam's moments in fp32."""
-NAME = re.compile(r"verify-[0-9a-f]+")
+KIND = "proof"
 
 
 def routes(state: State) -> list[Route]:
     return [
         post("/api/prove/start", lambda given: start(state, given)),
+        post("/api/prove/stop", lambda given: state.commands.stop(KIND) or {}),
         events("/api/prove/watch", lambda given: watched(state, str(given.get("name")))),
         get("/api/prove/choices", lambda given: choices()),
         get("/api/prove/collective", lambda given: {"player": collective(given)}),
@@ -47,7 +44,7 @@ def choices() -> dict[str, Any]:
 
 
 def start(state: State, given: Params) -> dict[str, Any]:
-    """Lets a proof wait for its turn. given: as for `train.chosen`; steps, mode. Returns {name, command}."""
+    """Starts a proof, and ends the one before. given: as for `train.chosen`; steps, mode. Returns {name, command}."""
     steps, mode = given.get("steps"), given.get("mode")
     if type(steps) is not int or not 1 <= steps <= MOST_STEPS or mode not in [*PRECISIONS]:
         raise UserError(f"steps: 1 to {MOST_STEPS}; mode: {', '.join(PRECISIONS)}")
@@ -60,30 +57,23 @@ def start(state: State, given: Params) -> dict[str, Any]:
             f"one process needs {size(needed)}, and this machine has {size(there)}: take a smaller model"
         )
     words = ["verify", *asked, "--steps", str(steps), "--mode", mode]
-    run = state.home / f"verify-{own_word()}"
-    state.jobs.add([*words, "--json"], run)
-    return {"name": run.name, "command": command(words)}
+    return {"name": state.commands.start(KIND, words).name, "command": command(words)}
 
 
 def watched(state: State, name: str) -> Iterator[Any]:
-    """What a proof does, whenever it changes: {is: waits, runs or ended; said; report: of `fivefold verify --json`, or
+    """What a proof does, whenever it changes: {is: runs or ended; said; report: of `fivefold verify --json`, or
     null}."""
-    run, last, quiet = Path(os.path.abspath(state.home / name)), None, 0
-    if not NAME.fullmatch(name) or not (state.jobs.folder / "waiting.json").exists():
-        raise UserError("there is no such proof")
-    while quiet < 2:  # between its wait and its start neither is seen for a moment
-        waits = any(Path(job["run"]) == run for job in state.jobs.waiting())
-        runs = not waits and state.jobs.running() == run
-        quiet = 0 if waits or runs else quiet + 1
-        said, report = state.jobs.said(run), None
-        for line in said.splitlines():
-            with suppress(ValueError):
-                report = json.loads(line) if line.startswith('{"passed"') else report
-        found = {
-            "is": "waits" if waits else "ended" if quiet == 2 else "runs",
-            "said": said,
-            "report": report,
-        }
+    last, runs, proof = dict[str, Any](), True, state.commands.last(KIND)
+    if proof is None or proof.name != name:
+        raise UserError("there is no such proof any more")
+    while runs:
+        runs = proof.runs
+        found: dict[str, Any] = {"is": "runs" if runs else "ended", "said": proof.said(), "report": None}
+        if not runs:
+            try:
+                found["report"] = proof.result()
+            except UserError as error:
+                found["said"] = str(error)
         yield found if found != last else None
         last = found
 

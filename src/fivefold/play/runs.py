@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -109,13 +107,13 @@ def report(run: Path) -> Response:
 
 def export(state: State, run: Path) -> dict[str, Any]:
     """Writes the run's weights as a Hugging Face folder beside it, by the command. Returns {folder, command}."""
+    if (before := state.commands.last("export")) is not None and before.runs:
+        raise UserError("another run is exported now. Try again when it is done")
     folder = numbered_folder(state.home, f"{run.name}-hf")
     words = ["export", str(run), str(folder)]
-    line = [sys.executable, "-m", "fivefold", *words]
-    done = subprocess.run(line, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
-    if done.returncode:
+    try:
+        state.commands.start("export", words).result()
+    except UserError:
         remove(folder)
-        raise UserError(
-            done.stderr.strip().removeprefix("error: ")[-2000:] or f"`{command(words)}` has failed"
-        )
+        raise
     return {"folder": printable(str(folder)), "command": command(words)}

@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import re
 import secrets
+import signal
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import uvicorn
+from anyio import to_thread
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import cookie_parser
@@ -29,6 +31,7 @@ from starlette.routing import Route
 
 from fivefold.draw.canvas import STYLE, css
 from fivefold.errors import UserError
+from fivefold.launch.verdict import stopping_signals
 from fivefold.observe.format import asset
 from fivefold.play.state import MOST_BYTES, State, get
 
@@ -212,15 +215,16 @@ class Server(uvicorn.Server):
         self.app = app
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Ends streams of events, too, which would not end by themselves."""
+        """Ends streams of events and commands, too, which would not end by themselves."""
         self.app.app.state.ending = True
+        await to_thread.run_sync(self.app.state.commands.end)
         await super().shutdown(sockets)
 
 
 def serve(
     folders: Sequence[Path], host: str = ADDRESS, port: int | None = None, tell: Callable[[str], None] = print
 ) -> None:
-    """Serves until Ctrl-C. tell: is told the address, once requests are answered there."""
+    """Serves until Ctrl-C, SIGTERM or a closed terminal. tell: is told the address, once it answers there."""
     token, stop = secrets.token_urlsafe(32), threading.Event()
     line = listen(host, port)
     app = make_app(folders, token, host)
@@ -230,10 +234,11 @@ def serve(
         host, f"[{host}]" if ":" in host else host
     )
     tell(f"http://{shown}:{line.getsockname()[1]}/?token={token}")
+    server = Server(app)
+    for number in stopping_signals():  # it would raise them again when it has ended
+        signal.signal(number, server.handle_exit)
     try:
-        Server(app).run(sockets=[line])
-    except KeyboardInterrupt:
-        pass
+        server.run(sockets=[line])
     finally:
         stop.set()
         jobs.join(5)

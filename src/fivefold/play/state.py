@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,17 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from fivefold.data import talk
+from fivefold.data.sources import TOKENS, Source, find
 from fivefold.errors import CheckFailed, UserError, did_you_mean, printable
 from fivefold.files import guard, in_use
 from fivefold.observe.metrics import FILE, last_line
 from fivefold.observe.report import run_recipe
+from fivefold.play.commands import Commands
 from fivefold.play.jobs import Jobs
 
+SHIPPED = ("stdlib", talk.NAME)
+"""Sources of text that are there everywhere."""
 PAUSE_S = 0.5
 """Between two looks at what may have changed."""
 MOST_BYTES = 1 << 20
@@ -40,6 +47,7 @@ class State:
 
     folders: Sequence[Path]
     jobs: Jobs = field(init=False)
+    commands: Commands = field(default_factory=Commands, init=False)
 
     def __post_init__(self) -> None:
         self.jobs = Jobs(self.home)
@@ -81,13 +89,38 @@ class State:
         guard(runs[name], look=False)
         return runs[name]
 
-    def within(self, path: Path) -> bool:
-        """True if the path, behind all links, lies in one of the folders. Raises UserError: it is no path."""
-        try:
-            real = path.expanduser().resolve()
-        except (RuntimeError, ValueError):  # no such home folder, links in a circle, a NUL
-            raise UserError(f"{printable(str(path))[:500]} cannot be a path on this machine") from None
-        return any(real.is_relative_to(folder.resolve()) for folder in (*self.folders, self.home))
+    def require(self, *paths: Path | str) -> None:
+        """Raises UserError: one of them leads out of the page's folders, by itself or by a link below it."""
+        homes = [folder.resolve() for folder in (*self.folders, self.home)]
+        for path in map(Path, paths):
+            try:
+                places = chain([path := path.expanduser()], _links(path))
+                outside = next(
+                    (at for at in places if not any(map(at.resolve().is_relative_to, homes))), None
+                )
+            except (RuntimeError, ValueError):  # no such home folder, links in a circle, a NUL
+                raise UserError(f"{printable(str(path))[:500]} cannot be a path on this machine") from None
+            if outside is not None:
+                given = shlex.join(map(str, (*self.folders, path.parent)))
+                raise UserError(
+                    f"{outside} lies outside of the page's folders. Start it with this folder, too: fivefold play "
+                    f"{given}"
+                )
+
+    def source(self, spec: str) -> Source:
+        """The files of a source of text. Raises UserError: it, or one of them, leads out of the page's folders."""
+        if spec in SHIPPED:
+            return find(spec)
+        self.require(spec.removeprefix(TOKENS))
+        found = find(spec)
+        self.require(*(file.path for file in found.files))
+        return found
+
+
+def _links(folder: Path) -> Iterator[Path]:
+    """All links below a folder."""
+    for place, folders, names in os.walk(folder):
+        yield from (one for name in (*folders, *names) if (one := Path(place, name)).is_symlink())
 
 
 def _is_run(folder: Path) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.routing import Route
 
 from fivefold.errors import CheckFailed, UserError
+from fivefold.launch.verdict import in_words
 from fivefold.play.state import Params, State, condition, events, get, post
 
 if TYPE_CHECKING:
@@ -95,11 +97,14 @@ class Talker:
     def _read(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            found = json.loads(line)
-            with self.lock:
-                if found.pop("id") == self.number:
+            with suppress(ValueError), self.lock:  # the last line of one that is killed may be half a line
+                if (found := json.loads(line)).pop("id") == self.number:
                     self.lines.put(found)
-        why = f"the model's process has ended (code {process.wait()}); the server's terminal has its words"
+        why = (
+            f"the model's process has ended ({in_words(process.wait())}); the server's terminal has its words"
+        )
+        if process.returncode == -signal.SIGKILL:
+            why = "the model's process was killed: the system may have run out of memory"
         with self.lock:
             if process is self.process:
                 self.lines.put({"end": "error", "error": why})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
@@ -15,18 +14,18 @@ from starlette.routing import Route
 from fivefold.data import facts
 from fivefold.data.kinds.kind import Fields
 from fivefold.data.one_source import prepare_source
-from fivefold.data.sources import FileSplit, Source, find
+from fivefold.data.sources import FileSplit
 from fivefold.errors import UserError, printable
 from fivefold.files import make_folder, numbered_folder, own_word, remove, rename, stream
 from fivefold.plan.cluster import measured
 from fivefold.plan.cluster.clusters import LOCAL, parse
 from fivefold.plan.predict import predict
-from fivefold.play.state import State, as_json, get
+from fivefold.play.state import SHIPPED, State, as_json, get
 from fivefold.recipe import Recipe, load
 from fivefold.recipe.messages import toml_value
 
-RECIPE, SHIPPED = "quickstart", "stdlib"
-"""What the text is looked at for, and the text that is there."""
+RECIPE = "quickstart"
+"""What the text is looked at for."""
 KINDS = (".txt", ".md", ".jsonl", ".parquet", ".csv")
 MOST_BYTES = 256 << 20
 """Of a file that is dropped."""
@@ -45,7 +44,7 @@ def routes(state: State) -> list[Route]:
             return Response(as_json({"error": str(error)}), 400, media_type="application/json")
 
     return [
-        get("/api/text/about", lambda given: about(state, str(given.get("source", SHIPPED)))),
+        get("/api/text/about", lambda given: about(state, str(given.get("source", SHIPPED[0])))),
         Route("/api/text/upload", receive, methods=["POST"]),
     ]
 
@@ -54,7 +53,11 @@ def about(state: State, name: str) -> dict[str, Any]:
     """What a source holds: {facts: lines, set: the recipe's field, files, documents, tokens (null: not counted),
     seconds (of one pass here; null: unknown), why (it is), samples: [[file, text]]}. Raises UserError: it lies outside
     of the page's folders, or holds no text."""
-    source, field = found(state, name), f"data.source={toml_value(name)}"
+    if not name.isprintable() or re.match(r"\w+:", name):
+        raise UserError(
+            f"{printable(name)[:500]}: the page looks at files and folders in the page's folders only"
+        )
+    source, field = state.source(name), f"data.source={toml_value(name)}"
     recipe = load(RECIPE, [field])
     answer: dict[str, Any] = {"set": field, "files": len(source.files), "documents": None, "tokens": None}
     if source.size <= COUNTED:
@@ -70,21 +73,6 @@ def about(state: State, name: str) -> dict[str, Any]:
     except UserError as error:  # too little for a step, for example
         lines = [f"{facts.WARNING}{error}"]
     return answer | {"samples": samples, "facts": lines} | _pass(recipe, answer["tokens"])
-
-
-def found(state: State, name: str) -> Source:
-    """The files of a source. Raises UserError: one of them lies outside of the page's folders, behind all links."""
-    outside = UserError(
-        f"{printable(name)[:500]} lies outside of the page's folders: {', '.join(map(str, state.folders))}"
-    )
-    if name != SHIPPED and (
-        not name.isprintable() or re.match(r"\w+:", name) or not state.within(Path(name))
-    ):
-        raise outside
-    source = find(name)
-    if name != SHIPPED and not all(state.within(file.path) for file in source.files):
-        raise outside
-    return source
 
 
 def _pass(recipe: Recipe, tokens: int | None) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from starlette.routing import Route
 
 from fivefold.data.kinds.hub import PREFIX
 from fivefold.data.kinds.remote import ADDRESS
-from fivefold.data.sources import TOKENS
 from fivefold.errors import UserError, did_you_mean, printable
 from fivefold.files import in_use, numbered_folder, read_text
 from fivefold.observe import faults, timelines
@@ -181,14 +180,13 @@ def _options(sets: Sequence[str], layout: str | None) -> list[str]:
 
 def _require_within(state: State, recipe: Recipe) -> None:
     """Raises UserError: the recipe reads or writes beyond the page's folders."""
-    sources = [*recipe.data.specs.values(), *(entry.source for entry in recipe.data.validation)]
-    named = [
-        text.removeprefix(TOKENS) for text in sources if text != "stdlib" and not text.startswith(PREFIX)
+    for spec in (*recipe.data.specs.values(), *(entry.source for entry in recipe.data.validation)):
+        if spec and not spec.startswith(PREFIX) and not ADDRESS.match(spec):
+            state.source(spec)
+    files = [
+        text
+        for text in (recipe.data.tokenizer, recipe.data.chat_template)
+        if Path(text).expanduser().exists()
     ]
-    files = [text for text in (recipe.data.tokenizer, recipe.data.chat_template) if Path(text).exists()]
-    for path in (*named, *files, recipe.train.init_from, recipe.data.cache, recipe.layout.offload_dir):
-        if path and not ADDRESS.match(path) and not state.within(Path(path)):
-            raise UserError(
-                f"{path} lies outside of the page's folders. Start it with this folder, too: fivefold play "
-                f"{shlex.join(map(str, state.folders))} {shlex.quote(str(Path(path).parent))}"
-            )
+    places = (*files, recipe.train.init_from, recipe.data.cache, recipe.layout.offload_dir)
+    state.require(*filter(None, places))

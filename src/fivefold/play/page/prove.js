@@ -3,7 +3,7 @@ import { button, copyable, el, field, table, tell } from "./kit.js";
 import { player } from "./player.js";
 
 const NAMES = { loss: "Loss", gradients: "Gradients", grad_norm: "Gradient norm", weights: "Weights" };
-const IS = { waits: "Waiting for the current job.", runs: "Running.", ended: "It has ended without a result." };
+const IS = { runs: "Running.", ended: "It has ended without a result." };
 
 export async function show(root, api) {
   const [{ families }, { modes, collectives }] = await Promise.all([api.get("train/recipes"), api.get("prove/choices")]);
@@ -22,7 +22,7 @@ export async function show(root, api) {
         const made = await api.post("prove/start", { recipe: recipe.value, layout: words, set: fields, mode: mode.value, steps: Number(steps.value) });
         tell(made.command);
         api.go("prove", words, recipe.value, made.name, ...fields);
-      }, { class: "main" })), field("Recipe fields, one per line", set), result), stepper(api, collectives, options));
+      }, { class: "main" }), button("Stop", () => api.post("prove/stop"))), field("Recipe fields, one per line", set), result), stepper(api, collectives, options));
   return name && api.events(["prove/watch", { name }], (found) => {
     if (found.error) return tell(found.error, true);
     const quoted = sets.map((text) => ` --set '${text.replaceAll("'", "'\\''")}'`).join("");
