@@ -9,9 +9,11 @@ import observe_browser
 import pytest
 from observe_page import check_contrast, check_drawn, check_policy, check_structure
 from observe_run import make_run
+from playing import press, until
 
-from fivefold.observe.compare import page, read_runs
+from fivefold.observe.compare import AXES, FIGURES, best, differences, read_runs
 from fivefold.observe.report import write_report
+from fivefold.play import recorded
 
 PROGRAM = observe_browser.find()
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason=observe_browser.MISSING)
@@ -105,40 +107,34 @@ def test_a_sample_cannot_run_scripts(browser: observe_browser.Browser, tmp_path:
     check_policy(browser, path, evil)
 
 
-@pytest.fixture(scope="module")
-def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a short and a long run, so that the x axes are logarithmic."""
-    folder = tmp_path_factory.mktemp("compared")
-    runs = [make_run(folder / name, steps) for name, steps in (("short", 40), ("long", 400))]
-    (folder / "comparison.html").write_text(page(read_runs(runs)))
-    return folder / "comparison.html"
-
-
 @pytest.mark.parametrize(("width", "dark"), [(1400, True), (390, False)])
-def test_a_comparison_is_drawn(
-    browser: observe_browser.Browser, comparison: Path, width: int, dark: bool
+def test_a_comparison_is_the_page_with_recorded_answers(
+    browser: observe_browser.Browser, tmp_path: Path, width: int, dark: bool
 ) -> None:
-    browser.open(comparison, width, dark=dark)
+    """Of a short and a long run, so that the x axis is logarithmic. Any of the runs can be compared, over any axis."""
+    folders = [make_run(tmp_path / name, steps) for name, steps in (("short", 40), ("long", 400))]
+    runs = read_runs(folders)
+    (path := tmp_path / "comparison.html").write_text(recorded.of_runs(runs, "as text"))
+    browser.open(path, width, dark=dark)
+    until(browser, "document.querySelector('canvas') && document.querySelectorAll('tbody tr').length > 2")
+    assert browser.requests == [path.as_uri()], "the page asks for nothing but itself"
     assert browser.errors == []
     assert browser.evaluate("document.documentElement.scrollWidth") == width
-    assert count(browser, ".chart") == 8
-    boxes = browser.evaluate(
-        "[...document.querySelectorAll('.scale.linear .line')].map(e => e.getBoundingClientRect().width)"
-    )
-    assert min(boxes) > width / 10
     check_structure(browser)
-
-
-def test_the_cursor_of_a_comparison_stays_on_its_axis(
-    browser: observe_browser.Browser, comparison: Path
-) -> None:
-    browser.open(comparison)
-    plot = "document.querySelector('[aria-labelledby=loss-tokens] .plot')"
-    browser.evaluate(f"{plot}.scrollIntoView()")
-    x, y = browser.evaluate(f"(b => [b.left + b.width / 2, b.top + 20])({plot}.getBoundingClientRect())")
-    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-    shown = browser.evaluate(f"{plot}.querySelector('.values').innerText.split('\\n')")
-    assert shown[0] == "tokens"
-    middle = (4096 * 40 / 20 * 4096 * 400) ** 0.5  # a logarithmic axis from a twentieth of the short run
-    assert abs(int(shown[1].replace(",", "")) / middle - 1) < 0.1
-    assert count(browser, ".cursor:not([hidden])") == 2, "training and validation loss over tokens"
+    assert count(browser, "h1") == 1
+    legend = "[...document.querySelectorAll('.u-legend .u-label')].map((one) => one.textContent)"
+    assert browser.evaluate(legend) == ["step", "short", "long"]
+    bold = "[...document.querySelectorAll('td b')].map((one) => one.textContent)"
+    lowest = best(runs)
+    assert {*browser.evaluate(bold)} == {FIGURES[key][1](value) for key, value in lowest.items()}
+    fields = "[...document.querySelectorAll('section [aria-label=Differences] tbody th')].map((one) => one.textContent)"
+    assert browser.evaluate(fields) == [*differences(runs)]
+    for axis in AXES[1:]:
+        change = f"one.value = {axis!r}; one.dispatchEvent(new Event('change'))"
+        browser.evaluate(f"{{ const one = document.querySelector('section select'); {change} }}")
+        until(browser, f"{legend}[0] === {axis!r}")
+    browser.evaluate("document.querySelector('tbody input').click()")
+    press(browser, "Compare")
+    until(browser, f"{legend}.length === 2")
+    assert browser.evaluate(legend) == ["FLOPs", "long"]
+    assert browser.errors == []

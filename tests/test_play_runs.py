@@ -22,9 +22,10 @@ from fivefold.observe import timelines
 from fivefold.play import train, watch
 from fivefold.play.jobs import Jobs
 from fivefold.play.state import State
-from fivefold.recipe import shipped
+from fivefold.recipe import shipped, sweep
 from fivefold.schedules.timelines import COMPUTE, Span, StepTimeline
 
+SIZES = {"parameters": 1e4, "tokens": 1e5, "flops": 6e9, "val_loss": 2.0}
 EVIL = "<img src=x onerror=alert(1)>"
 
 
@@ -345,9 +346,9 @@ def test_runs_side_by_side(play: Play, folder: Path) -> None:
     names = [str(folder / "first"), str(folder / "second")]
     for axis in ("step", "tokens", "seconds", "FLOPs"):
         found = play.get(f"runs/compare?{urlencode({'runs': json.dumps(names), 'axis': axis})}")
-        assert [len(found["curves"][name]["train"][0]) for name in names] == [40, 20]
-        assert len(found["curves"][names[0]]["val"][1]) == 10
-    assert found["differences"]["train.steps"] == [40, 20]
+        assert [len(found["curves"][name]["loss"][0]) for name in names] == [40, 20]
+        assert len(found["curves"][names[0]]["val_loss"][1]) == 10
+    assert found["differences"]["train.steps"] == ["40", "20"]
     for bad in (
         "",
         "3",
@@ -360,6 +361,25 @@ def test_runs_side_by_side(play: Play, folder: Path) -> None:
     ):
         play.get(f"runs/compare?{urlencode({'runs': bad})}", 400)
     play.get(f"runs/compare?{urlencode({'runs': json.dumps(names), 'axis': 'x'})}", 400)
+
+
+def test_a_sweep_is_found_by_its_name(play: Play, folder: Path, tmp_path: Path) -> None:
+    rows = [
+        sweep.Row("lr1", {"optim.lr": "1"}, sweep.FINISHED, figures=SIZES),
+        sweep.Row("lr2", {"optim.lr": "2"}),
+    ]
+    sweep.write(folder / "swept", sweep.Sweep("quickstart", [], None, ["optim.lr=1,2"], rows, ""))
+    make_run(folder / "swept" / "lr1", steps=4)
+    assert next(play.events("runs/rows"))["sweeps"] == [str(folder / "swept")]
+    found = play.get(f"runs/sweep?{urlencode({'sweep': str(folder / 'swept')})}")
+    assert found["lead"] == "quickstart: 1 of 2 runs are finished. They vary optim.lr."
+    assert found["parts"][-1] == ["list", ["lr2: waiting"]]
+    assert found["drawn"] == [str(folder / "swept" / "lr1")]
+    for name in ("swept", str(folder), "../swept", ""):
+        assert "there is no sweep" in play.get(f"runs/sweep?{urlencode({'sweep': name})}", 400)["error"]
+    assert State([folder / "swept" / "lr1"]).sweeps() == {}, "it lies outside"
+    (folder / "swept" / "sweep.json").write_text("{}")
+    assert "sweep.json" in play.get(f"runs/sweep?{urlencode({'sweep': str(folder / 'swept')})}", 400)["error"]
 
 
 def test_an_export_is_the_command(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from pool_runs import lines
 from test_observe_report import Page
+from test_play_recorded import unpacked
 
 from fivefold.cli.main import main
 from fivefold.errors import UserError
@@ -132,9 +133,11 @@ def test_a_sweep_from_start_to_page(
     assert done["flops"] == 6 * done["parameters"] * 3 * 64
     assert found["why_no_law"].startswith("too few runs for a fit: 1 with 1 size")
 
-    page = Page((sweep / "report.html").read_text("utf-8"))
-    assert "lr1e30: failed" in page.text
-    assert "Loss by optim.lr" in page.text
+    page = (sweep / "report.html").read_text("utf-8")
+    assert "failed: lr1e30" in Page(page).text
+    parts = unpacked(page)["sweep"]["parts"]
+    assert ["h2", "Loss by optim.lr"] in parts
+    assert parts[-1][1][0].startswith("lr1e30: failed exit code 2")
     assert run(*base, "--over", "optim.lr=1e-3") == 2
     assert "holds a sweep with another --set; resume it with" in capsys.readouterr().err
 

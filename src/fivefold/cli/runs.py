@@ -219,11 +219,12 @@ def report(
         options.require_run(run, look=False)
     if len(runs) > 1:
         from fivefold.observe import compare
+        from fivefold.play import recorded
 
         path = out or COMPARISON
         options.require_writable(out=path)
         found = compare.read_runs(runs)
-        options.save_as("--out", path, compare.page(found))
+        options.save_as("--out", path, recorded.of_runs(found, compare.text(found)))
         if json:
             return print_json({"report": str(path), **compare.as_json(found)})
         return print(compare.text(found), path, sep="\n")
@@ -236,12 +237,12 @@ def report(
 def _sweep(folder: Path, hold_out: str | None, json: bool) -> None:
     from fivefold.files import guard
     from fivefold.plan.advice.scaling import results, rows_text
-    from fivefold.plan.pages import sweep as page
+    from fivefold.play import recorded
     from fivefold.recipe import sweep as table
 
     guard(folder)
     found = results(table.read(folder), hold_out)
-    path = page.write(folder, found)
+    path = recorded.write_sweep(folder, found)
     if json:
         print_json({"report": str(path), **found.as_json()})
     else:

@@ -228,7 +228,7 @@ def sweep(
     for row in made.rows:  # all values, before torch is imported
         made.load(base, row)
     from fivefold.plan.advice.scaling import check_hold_out, results
-    from fivefold.plan.pages import sweep as page
+    from fivefold.play import recorded
     from fivefold.train.sweep import plan, run
 
     say = partial(print, file=sys.stderr if json else sys.stdout, flush=True)
@@ -245,7 +245,7 @@ def sweep(
         print(f"stopped; resume with: fivefold sweep {folder}", file=sys.stderr)
         raise typer.Exit(code)
     found = results(made, hold_out)
-    path = page.write(folder, found)
+    path = recorded.write_sweep(folder, found)
     if json:
         print_json({"sweep": str(folder), "report": str(path), **found.as_json()})
     else:

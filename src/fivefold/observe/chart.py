@@ -46,8 +46,7 @@ class Chart:
     id: unique in the page; unit: follows the numbers; zero: the linear axis starts at 0; log: offer the
     logarithmic scale; span: first and last step of the x axis; right: (factor, unit) of a second axis, whose
     numbers are the left ones times `factor`; bad: steps to mark, where the value was not finite; wide: over
-    both columns of the page, with a legend; axis: what the x axis counts; log_axis: it is logarithmic; stretches:
-    the number into which it is divided to thin the lines.
+    both columns of the page, with a legend.
     """
 
     id: str
@@ -61,14 +60,11 @@ class Chart:
     bad: Sequence[int] = ()
     wide: bool = False
     note: str = ""
-    axis: str = "step"
-    log_axis: bool = False
-    stretches: int = STRETCHES
 
 
 def draw(chart: Chart) -> str:
     """The chart as a <figure>; '' if no series has a finite value."""
-    drawn = [thin(series, chart.span, chart.stretches) for series in chart.series]
+    drawn = [thin(series, chart.span) for series in chart.series]
     drawn = [series for series in drawn if any(map(math.isfinite, series.values))]
     if not drawn:
         return ""
@@ -77,20 +73,9 @@ def draw(chart: Chart) -> str:
     scales = [_scale(chart, drawn, linear_scale(min(values), max(values), chart.zero), "linear")]
     if log:
         scales.append(_scale(chart, drawn, log_scale(min(values), max(values)), "log"))
-    if _is_log(chart):
-        marks = [mark for mark in log_scale(*chart.span).ticks if chart.span[0] <= mark <= chart.span[1]]
-        marks = marks[:: max(1, math.ceil(len(marks) / 6))]
-        x_labels = map(short_number, marks)
-    elif chart.axis == "step":
-        marks = [step for step in ticks(*chart.span, count=6) if step == int(step)]
-        x_labels = map(short_number, marks)
-    else:
-        marks = [mark for mark in ticks(*chart.span, count=6) if chart.span[0] <= mark <= chart.span[1]]
-        marks = marks[:: max(1, math.ceil(len(marks) / 6))]
-        x_labels = tick_labels(marks)
+    marks = [step for step in ticks(*chart.span, count=6) if step == int(step)]
     x_axis = "".join(
-        f'<span style="left:{_across(step, chart) / 10:.2f}%">{label}</span>'
-        for step, label in zip(marks, x_labels, strict=True)
+        f'<span style="left:{_across(step, chart) / 10:.2f}%">{short_number(step)}</span>' for step in marks
     )
     classes = "chart" + " wide" * chart.wide + " two-axes" * (chart.right is not None)
     keys = "".join(f'<li class="{s.style}">{escape(s.name)}</li>' for s in drawn)
@@ -107,7 +92,7 @@ def draw(chart: Chart) -> str:
 <figcaption><h3 id="{chart.id}">{escape(chart.title)}</h3>{legend}{toggle}</figcaption>
 <div class="plot" tabindex="0" role="img" aria-label="{words}" data-chart="{_data(chart, drawn)}">
 {"".join(scales)}<div class="cursor" hidden></div><output class="values" hidden></output></div>
-<div class="x-axis" aria-hidden="true">{x_axis}<b>{chart.axis}</b></div>
+<div class="x-axis" aria-hidden="true">{x_axis}<b>step</b></div>
 {f'<p class="note">{escape(chart.note)}</p>' if chart.note else ""}</figure>
 """
 
@@ -120,24 +105,19 @@ def describe(chart: Chart, drawn: Sequence[Series]) -> str:
         low, high = min(v for _, v in points), max(v for _, v in points)
         (s0, v0), (s1, v1) = points[0], points[-1]
         parts.append(
-            f"{series.name}: {_show(v0, chart.unit)} at {chart.axis} {_count(s0)}, {_show(v1, chart.unit)} at "
-            f"{chart.axis} {_count(s1)}, "
+            f"{series.name}: {_show(v0, chart.unit)} at step {s0:,}, {_show(v1, chart.unit)} at step {s1:,}, "
             f"lowest {_show(low, chart.unit)}, highest {_show(high, chart.unit)}"
         )
-    return f"{chart.title} by {chart.axis}. " + "; ".join(parts) + "."
+    return f"{chart.title} by step. " + "; ".join(parts) + "."
 
 
-def _count(step: float) -> str:
-    return f"{step:,}" if isinstance(step, int) else f"{step:.5g}"
-
-
-def thin(series: Series, span: Span, stretches: int = STRETCHES) -> Series:
+def thin(series: Series, span: Span) -> Series:
     """`series` thinned to at most four points per stretch of the x axis, and one NaN if the stretch had any."""
     steps, values = np.asarray(series.steps, float), np.asarray(series.values, float)
     values = np.where(np.isfinite(values), values, np.nan)
-    if len(steps) > 4 * stretches:
-        width = max(1, span[1] - span[0] + 1) / stretches
-        edges = np.searchsorted(steps, span[0] + width * np.arange(1, stretches))
+    if len(steps) > 4 * STRETCHES:
+        width = max(1, span[1] - span[0] + 1) / STRETCHES
+        edges = np.searchsorted(steps, span[0] + width * np.arange(1, STRETCHES))
         keep: set[int] = set()
         for part in np.split(np.arange(len(steps)), edges):
             found = part[~np.isnan(values[part])]
@@ -147,8 +127,7 @@ def thin(series: Series, span: Span, stretches: int = STRETCHES) -> Series:
             keep |= {int(i) for i in part[np.isnan(values[part])][:1]}
         chosen = np.array(sorted(keep), dtype=int)
         steps, values = steps[chosen], values[chosen]
-    places = [int(s) if s.is_integer() else float(s) for s in steps]
-    return Series(series.name, places, values.tolist(), series.style, series.dots)
+    return Series(series.name, [int(s) for s in steps], values.tolist(), series.style, series.dots)
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
@@ -224,8 +203,6 @@ def _data(chart: Chart, drawn: Sequence[Series]) -> str:
 
     lines = [{"name": s.name, "x": s.steps, "y": list(map(digits, s.values))} for s in drawn]
     data = {"span": _wide(chart.span), "unit": chart.unit, "right": chart.right, "lines": lines}
-    if chart.axis != "step" or chart.log_axis:
-        data |= {"axis": chart.axis, "log": _is_log(chart)}
     return escape(json.dumps(data, separators=(",", ":"), allow_nan=False))
 
 
@@ -239,12 +216,6 @@ def _wide(span: Span) -> Span:
     return (float(span[0]), float(span[1])) if span[1] > span[0] else (span[0] - 1.0, span[0] + 1.0)
 
 
-def _is_log(chart: Chart) -> bool:
-    return chart.log_axis and 0 < chart.span[0] < chart.span[1]
-
-
 def _across(step: float, chart: Chart) -> float:
     low, high = _wide(chart.span)
-    if _is_log(chart):
-        low, high, step = (math.log(max(value, chart.span[0])) for value in (low, high, step))
     return 1000 * (step - low) / (high - low)

@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from fivefold.draw.canvas import LIGHT, css
 from fivefold.errors import UserError, printable
 from fivefold.files import guard, understood
-from fivefold.observe.chart import STRETCHES, Chart, Series, draw, smooth
-from fivefold.observe.format import (
-    aligned,
-    asset,
-    document,
-    duration,
-    header,
-    html_table,
-    section,
-    short_number,
-    size,
-)
+from fivefold.observe.chart import smooth
+from fivefold.observe.format import aligned, duration, short_number, size
 from fivefold.observe.metrics import FILE, read_metrics
-from fivefold.observe.report import run_recipe
+from fivefold.observe.report import run_recipe, sampled
 from fivefold.observe.summary import by_name, column, summarize
 from fivefold.recipe import Recipe, count_parameters, explain, flops_per_token
+from fivefold.sharding.layout import Layout, to_text
 
 AXES = ("step", "tokens", "seconds", "FLOPs")
 """What losses are drawn against."""
@@ -50,20 +38,19 @@ FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "peak_memory_bytes": ("Memory", size),
 }
 """Of a run, in the table: its title, and how it is shown."""
-LOSSES = (("Train loss", "loss"), ("Validation loss", "val_loss"))
+LOSSES = {"loss": "training loss, smoothed", "val_loss": "validation loss"}
 TOKENIZER_KEYS = {"data.tokenizer", "model.vocab_size"}
 SMALLEST_IS_BEST = {"loss", "val_loss", "best_val_loss", "val_bits_per_byte"}
 
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run to compare. recipe: None if it is missing or of another version. color: its number, or -1."""
+    """A run to compare. recipe: None if it is missing or of another version."""
 
     name: str
     folder: Path
     lines: Sequence[dict[str, Any]]
     recipe: Recipe | None
-    color: int = 0
 
     @property
     def figures(self) -> dict[str, float]:
@@ -107,12 +94,11 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
         raise UserError(f"{twice[0]} is given twice; a comparison needs different runs")
     depth = next(n for n in range(1, 100) if len({r.parts[-n:] for r in real}) == len(real))
     runs = []
-    for number, folder in enumerate(folders):
+    for folder, there in zip(folders, real, strict=True):
         guard(folder)
         with understood(folder / FILE):
             lines = read_metrics(folder)
-        name = printable("/".join(real[number].parts[-depth:]))
-        runs.append(ComparedRun(name, folder, lines, run_recipe(folder), number))
+        runs.append(ComparedRun(printable("/".join(there.parts[-depth:])), folder, lines, run_recipe(folder)))
     return runs
 
 
@@ -175,99 +161,56 @@ def _value(value: Any) -> str:
     return "unset" if value is None else printable(str(value))[:40]
 
 
-def page(runs: Sequence[ComparedRun]) -> str:
-    """The page as HTML."""
-    alarms = "".join(f"<p class=alarm>{escape(note)}</p>" for note in notes(runs))
-    names = ", ".join(run.name for run in runs)
-    parts = {"Figures": figures_table, "Curves": curves, "Differences": difference_table}
-    sections = "".join(section(title, drawn(runs)) for title, drawn in parts.items())
-    body = header("Comparison", f"{len(runs)} runs", names, alarms) + f"<main>\n{sections}</main>"
-    return document(f"{len(runs)} runs compared", body, style(), asset("report.js"))
+def row(run: ComparedRun) -> dict[str, Any]:
+    """A run in the page's list: its figures, as numbers and as they are shown, its layout and its architecture."""
+    figures, recipe = run.figures, run.recipe
+    return {
+        "figures": {key: value if math.isfinite(value) else None for key, value in figures.items()},
+        "shown": {key: FIGURES[key][1](value) for key, value in figures.items()},
+        "layout": to_text(Layout.from_recipe(recipe.layout)) if recipe else "",
+        "arch": recipe.model.arch if recipe else "",
+    }
 
 
-def style() -> str:
-    """The style sheet of a run's report, with a colour per run. From the eighth run on lines are dashed."""
-    return f"{asset('report.css')}\n{css()}{asset('compare.css')}"
+def side_by_side(runs: Sequence[ComparedRun], axis: str, points: int) -> dict[str, Any]:
+    """`as_json`, and what the page draws over an axis of AXES: kinds, {key: title} of losses; curves, {folder: {kind:
+    (places, values)}} of at most so many points; spread: the axis is logarithmic; best: {figure: its lowest value}."""
+    sets = dict.fromkeys(name for run in runs for line in run.lines for name in by_name(line, "val_losses"))
+    kinds = LOSSES | {f"val_losses/{name}": f"loss on {printable(name)}" for name in sets}
+    last = [places[-1] for run in runs if (places := run.along(axis, "loss")[0])]
+    spread = bool(last) and max(last) > SPREAD * min(last) > 0
+    low, found, names = min(last) / 20 if spread else -math.inf, as_json(runs), list[str]()
+    for one, run in zip(found["runs"], runs, strict=True):
+        names.append(printable(str(run.folder)))
+        one["run"] = names[-1]
+    drawn = [{kind: _curve(run, axis, kind, low, points) for kind in kinds} for run in runs]
+    changed = {key: [*map(_value, values)] for key, values in found["differences"].items()}
+    return found | {
+        "axes": AXES,
+        "kinds": kinds,
+        "curves": dict(zip(names, drawn, strict=True)),
+        "spread": spread,
+        "best": best(runs),
+        "differences": changed,
+    }
 
 
-def table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """A table that scrolls in a narrow window. rows: see `html_table`."""
-    return f'<div class="scroll" tabindex="0" role="region" aria-label="table">{html_table(head, rows)}</div>'
+def _curve(run: ComparedRun, axis: str, kind: str, low: float, most: int) -> tuple[list[float], list[Any]]:
+    """At most so many points of a curve from a place on."""
+    places, values = run.along(axis, kind)
+    if kind == "loss":
+        values = smooth(values, len(values) // 50 | 1)
+    points = sampled([(x, y) for x, y in zip(places, values, strict=True) if x >= low], most)
+    return [x for x, _ in points], [y if math.isfinite(y) else None for _, y in points]
 
 
-def figures_table(runs: Sequence[ComparedRun]) -> str:
-    """A row per run; the lowest loss of each kind stands out."""
-    all_figures = [run.figures for run in runs]
-    keys = [key for key in FIGURES if any(key in figures for figures in all_figures)]
+def best(runs: Sequence[ComparedRun]) -> dict[str, float]:
+    """The lowest loss of each kind, of those that compare."""
     comparable = SMALLEST_IS_BEST
     if _other_texts(runs):
         comparable = set()
     elif TOKENIZER_KEYS & differences(runs).keys():
         comparable = {"val_bits_per_byte"}
-    best = {
-        key: min((f[key] for f in all_figures if math.isfinite(f.get(key, math.nan))), default=None)
-        for key in comparable
-    }
-    rows = []
-    for run, figures in zip(runs, all_figures, strict=True):
-        cells = [
-            f"<td{' class=best' if key in best and figures.get(key) == best[key] else ''}>{escape(cell)}</td>"
-            for key, cell in zip(keys, _cells(figures, keys), strict=True)
-        ]
-        rows.append((f'<span class="swatch {_style(run)}"></span>{escape(run.name)}', cells))
-    return table(["Run", *(FIGURES[key][0] for key in keys)], rows)
-
-
-def difference_table(runs: Sequence[ComparedRun]) -> str:
-    changed = differences(runs)
-    if not changed:
-        return '<p class="none">No field of the recipes differs.</p>'
-    rows = [
-        (escape(key), [f"<td>{escape(_value(value))}</td>" for value in values])
-        for key, values in changed.items()
-    ]
-    return table(["Field", *(run.name for run in runs)], rows)
-
-
-def curves(runs: Sequence[ComparedRun]) -> str:
-    """Training and validation loss of all runs over each axis, and the loss on each validation set over tokens."""
-    sets = dict.fromkeys(name for run in runs for line in run.lines for name in by_name(line, "val_losses"))
-    wanted = [(kind, key, axis) for kind, key in LOSSES for axis in AXES]
-    wanted += [(f"Loss on {printable(name)}", f"val_losses/{name}", "tokens") for name in sets]
-    charts = ""
-    for kind, key, axis in wanted:
-        # Both kinds of loss have the same x axis
-        ends = [x for run in runs for loss in ("loss", "val_loss") for x in run.along(axis, loss)[0] if x > 0]
-        if not ends:
-            continue
-        last = [max(x) for run in runs if (x := run.along(axis, "loss")[0])]
-        log = bool(last) and max(last) > SPREAD * min(last)
-        low = min(ends) if not log else max(min(ends), min(last) / 20)
-        series = []
-        for run in runs:
-            places, values = run.along(axis, key)
-            if key == "loss":
-                values = smooth(values, len(values) // 50 | 1)
-            points = [(x, y) for x, y in zip(places, values, strict=True) if not log or x >= low]
-            xs, ys = [x for x, _ in points], [y for _, y in points]
-            series.append(Series(run.name, xs, ys, _style(run), dots=key != "loss"))
-        charts += draw(
-            Chart(
-                re.sub(r"[^A-Za-z0-9_-]", "-", f"{key}-{axis}"),
-                f"{kind} over {axis}",
-                series,
-                (low, max(ends)),
-                log=True,
-                axis=axis,
-                log_axis=log,
-                stretches=max(40, STRETCHES // len(runs)),
-            )
-        )
-    legend = "".join(f'<li><span class="swatch {_style(run)}"></span>{escape(run.name)}</li>' for run in runs)
-    return f'<ul class="legend runs">{legend}</ul>\n<div class="charts">\n{charts}</div>' if charts else ""
-
-
-def _style(run: ComparedRun) -> str:
-    if run.color < 0:  # no curves
-        return ""
-    return f"c{run.color % len(LIGHT)}" + ("", " dashed", " dotted", " dotdash")[run.color // len(LIGHT) % 4]
+    figures = [run.figures for run in runs]
+    values = {key: [f[key] for f in figures if math.isfinite(f.get(key, math.nan))] for key in comparable}
+    return {key: min(some) for key, some in values.items() if some}

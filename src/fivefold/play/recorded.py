@@ -1,7 +1,7 @@
-"""The part "Machine" as one file that opens offline: the answers of `machine.answer` on a grid around a plan.
+"""Parts of the page as one file that opens offline, with recorded answers, which are compressed.
 
-Its sliders are those of the page, with fewer values. Nothing is interpolated. Equal parts of answers are kept once, and
-all of it is compressed.
+"Machine": the answers of `machine.answer` on a grid around a plan. Its sliders are those of the page, with fewer
+values. Nothing is interpolated. Equal parts of answers are kept once. "Runs": some runs side by side, or a sweep.
 """
 
 from __future__ import annotations
@@ -13,14 +13,19 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from html import escape
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from fivefold.draw.canvas import STYLE, css
 from fivefold.errors import UserError, printable
+from fivefold.files import guard, write_atomically
+from fivefold.observe.compare import AXES, FIGURES, ComparedRun, read_runs, row, side_by_side
 from fivefold.observe.format import asset, document, header
+from fivefold.plan.advice.scaling import Results
 from fivefold.plan.pages.pictures import as_rows, frontier_svg
+from fivefold.plan.pages.sweep import finished, view
 from fivefold.plan.predict import Plan
 from fivefold.play.machine import answer
 from fivefold.play.position import Position
@@ -43,21 +48,35 @@ TURNS = (
 )
 """The order in which sliders get further values."""
 PIXELS = 540  # of a picture
+FEWEST, POINTS = 40, 4000
+"""Points of a curve at least, and of all runs together."""
 Grid = dict[str, list[str]]
-SCRIPT = """
+OPEN = """
 const open = async () => {
   const packed = Uint8Array.from(atob(document.getElementById("data").textContent), (c) => c.charCodeAt(0));
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
-  const { grid, answers, parts, first } = await new Response(stream).json();
-  const get = async (path, given) => {
-    if (path !== "machine/plan") return { recipes: [], measured: true, position: first };
-    const at = { ...given, ...(given.move && { [given.move]: given.to }) };
-    const cell = Object.entries(grid).reduce((cell, [key, some]) => cell * some.length + some.indexOf(at[key]), 0);
-    return Object.fromEntries(Object.entries(answers[cell]).map(([name, part]) => [name, parts[part]]));
-  };
-  await show(document.getElementById("root"), { recorded: true, get });
+  await show(document.getElementById("root"), { recorded: true, ...answering(await new Response(stream).json()) });
 };
 open().catch((error) => tell(error.message, true));
+"""
+PLAN = """
+const answering = ({ grid, answers, parts, first }) => ({ get: async (path, given) => {
+  if (path !== "machine/plan") return { recipes: [], measured: true, position: first };
+  const at = { ...given, ...(given.move && { [given.move]: given.to }) };
+  const cell = Object.entries(grid).reduce((cell, [key, some]) => cell * some.length + some.indexOf(at[key]), 0);
+  return Object.fromEntries(Object.entries(answers[cell]).map(([name, part]) => [name, parts[part]]));
+} });
+"""
+RUNS = """
+const answering = ({ rows, axes, sweep, place }) => ({ place, get: async (path, given) => {
+  if (path === "runs/sweep") return sweep;
+  const found = axes[given.axis], names = JSON.parse(given.runs);
+  const kept = found.runs.map((run) => names.includes(run.run));
+  const some = (all) => all.filter((_, i) => kept[i]);
+  const differences = Object.entries(found.differences).map(([key, values]) => [key, some(values)]);
+  return { ...found, runs: some(found.runs), curves: Object.fromEntries(some(Object.entries(found.curves))),
+    differences: Object.fromEntries(differences.filter(([, values]) => new Set(values).size > 1)) };
+}, events: (path, tell) => { rows.forEach(tell); return () => {}; } });
 """
 
 
@@ -122,8 +141,6 @@ def page(
         for one in answers(at, chosen, first)
     ]
     data = {"grid": chosen, "answers": cells, "parts": list(map(json.loads, parts)), "first": first}
-    text = json.dumps(data, separators=(",", ":")).encode()
-    packed = base64.b64encode(gzip.compress(text, mtime=0)).decode()
     found = ""
     if frontier:
         picture = frontier_svg(as_rows(frontier), frontier[0].limit, "Fastest layout for each memory")
@@ -133,11 +150,61 @@ def page(
 <noscript><p>The sliders need this page's own script. Below is the recipe as it is.</p>{still}</noscript></main>
 <main>{found}<section><h2>What the sliders show</h2><p>All {len(cells):,} combinations of these values were predicted
 when this page was written. Nothing is interpolated. Data parallelism uses the devices that other axes leave.</p>
-</section></main>
+</section></main>"""
+    return _written(f"{name}: plan", body, data, ("kit.js", "machine.js"), PLAN), len(cells)
+
+
+def of_runs(
+    runs: Sequence[ComparedRun],
+    still: str,
+    folder: Path | None = None,
+    sweep: Mapping[str, Any] | None = None,
+) -> str:
+    """The part "Runs" with these runs side by side, or with what a sweep has found. still: the same as plain text.
+    sweep: its `plan/pages/sweep.view`, and the folder that it lies in."""
+    points = max(FEWEST, POINTS // max(1, len(runs)))
+    rows = [{"name": printable(str(run.folder)), "label": run.name, **row(run)} for run in runs]
+    first = {
+        "names": [one["name"] for one in rows],
+        "sweeps": ["sweep"] if sweep else [],
+        "figures": {key: title for key, (title, _) in FIGURES.items()},
+    }
+    data = {
+        "rows": [first, *rows],
+        "axes": {axis: side_by_side(runs, axis, points) for axis in AXES},
+        "sweep": sweep,
+        "place": first["sweeps"] or first["names"],
+    }
+    head = header("Comparison", f"{len(runs)} runs", ", ".join(run.name for run in runs))
+    title = f"{len(runs)} runs compared"
+    if sweep and folder:
+        name = printable(folder.resolve().name)
+        head, title = header("Sweep", name, sweep["lead"]), f"{name}: sweep"
+    body = f'{head}<main id="root" class="runs"><noscript><pre>{escape(still)}</pre></noscript></main>'
+    return _written(title, body, data, ("uPlot.iife.min.js", "kit.js", "curves.js", "runs.js"), RUNS)
+
+
+def write_sweep(folder: Path, swept: Results) -> Path:
+    """Writes FOLDER/report.html and returns its path."""
+    guard(folder)
+    runs = read_runs(finished(folder, swept))
+    path = folder / "report.html"
+    write_atomically(path, of_runs(runs, swept.text(), folder, view(folder, swept)))
+    return path
+
+
+def _written(title: str, body: str, data: Any, modules: Sequence[str], answering: str) -> str:
+    """A page with recorded answers. modules: files of its script. answering: makes of the data what they ask."""
+    text = json.dumps(data, separators=(",", ":")).encode()
+    packed = base64.b64encode(gzip.compress(text, mtime=0)).decode()
+    body += f"""
 <p id="told" role="status"></p><script type="application/octet-stream" id="data">{packed}</script>"""
-    here = Path(__file__).parent / "page"
+
+    def file(name: str) -> str:
+        return (Path(__file__).parent / "page" / name).read_text("utf-8")
+
     wide = "main, header, footer { max-width: 80rem; } header { padding-top: 2rem; }"
-    style = f"{asset('report.css')}\n{css()}\n{STYLE}\n{(here / 'play.css').read_text('utf-8')}{wide}"
-    modules = "".join((here / file).read_text("utf-8") for file in ("kit.js", "machine.js"))
-    script = re.sub(r"^import .*$|^export ", "", modules, flags=re.MULTILINE) + SCRIPT
-    return document(f"{printable(name)}: plan", body, style, script), len(cells)
+    style = f"{asset('report.css')}\n{css()}\n{STYLE}\n{file('uPlot.min.css')}\n{file('play.css')}{wide}"
+    script = re.sub(r"^import .*$|^export ", "", "\n".join(map(file, modules)), flags=re.MULTILINE)
+    script = f"/* {file('uPlot.LICENSE')} */\n{script}" if "uPlot.iife.min.js" in modules else script
+    return document(printable(title), body, style, f"{script}{answering}{OPEN}")

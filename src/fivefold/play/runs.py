@@ -11,14 +11,15 @@ from typing import Any
 from starlette.responses import Response
 from starlette.routing import Route
 
-from fivefold.errors import UserError, printable
-from fivefold.files import numbered_folder, remove
-from fivefold.observe.chart import smooth
-from fivefold.observe.compare import AXES, FIGURES, ComparedRun, as_json, read_runs
-from fivefold.observe.report import page, sampled
+from fivefold.errors import UserError, did_you_mean, printable
+from fivefold.files import guard, numbered_folder, remove
+from fivefold.observe.compare import AXES, FIGURES, read_runs, row, side_by_side
+from fivefold.observe.report import page
+from fivefold.plan.advice.scaling import results
+from fivefold.plan.pages.sweep import view
 from fivefold.play.state import Params, State, condition, events, get, post, stamp
 from fivefold.play.train import command
-from fivefold.play.watch import layout_of
+from fivefold.recipe.sweep import read
 
 MOST, POINTS = 50, 2000
 """Runs side by side, and points of a curve."""
@@ -28,48 +29,42 @@ def routes(state: State) -> list[Route]:
     return [
         events("/api/runs/rows", lambda given: rows(state)),
         get("/api/runs/compare", lambda given: compare(state, given)),
+        get("/api/runs/sweep", lambda given: sweep(state, given.get("sweep"))),
         get("/api/runs/report", lambda given: report(state.run(given.get("run")))),
         post("/api/runs/export", lambda given: export(state, state.run(given.get("run")))),
     ]
 
 
 def rows(state: State) -> Iterator[Any]:
-    """First {names, figures: {key: title}}; then a row for each run, {name, kind, step, steps, layout, arch, figures:
-    {key: number}, shown: {key: text}}, and again when it has changed."""
+    """First {names, sweeps, figures: {key: title}}; then a row for each run, {name, kind, step, steps, layout, arch,
+    figures: {key: number}, shown: {key: text}}, and again when it has changed."""
     known: dict[str, Any] = {}
-    yield {"names": [*state.runs()], "figures": {key: title for key, (title, _) in FIGURES.items()}}
+    titles = {key: title for key, (title, _) in FIGURES.items()}
+    yield {"names": [*state.runs()], "sweeps": [*state.sweeps()], "figures": titles}
     while True:
         runs = state.runs()
         if gone := known.keys() - runs.keys():
-            known = {name: row for name, row in known.items() if name not in gone}
+            known = {name: one for name, one in known.items() if name not in gone}
             yield {"gone": [*gone]}
         for name, run in runs.items():
             state.run(name)  # guards it
-            row = {"name": name, **condition(run), **_figures(run, stamp(run))}
-            if row != known.get(name):
-                known[name] = row
-                yield row
+            now = {"name": name, **condition(run), **_figures(run, stamp(run))}
+            if now != known.get(name):
+                known[name] = now
+                yield now
         yield None
 
 
 @lru_cache(500)
 def _figures(run: Path, stamp: tuple[object, ...]) -> dict[str, Any]:
     try:
-        (one,) = read_runs([run])
+        return row(*read_runs([run]))
     except (UserError, OSError) as error:  # no metrics yet, or broken ones
         return {"problem": str(error)}
-    figures = one.figures
-    return {
-        "figures": figures,
-        "shown": {key: FIGURES[key][1](value) for key, value in figures.items()},
-        "layout": layout_of(run),
-        "arch": one.recipe.model.arch if one.recipe else "",
-    }
 
 
 def compare(state: State, given: Params) -> dict[str, Any]:
-    """given: runs, the names as a JSON list; axis, one of AXES. Returns the comparison (`compare.as_json`) and curves:
-    {name: {train, val: [places, losses]}}."""
+    """given: runs, the names as a JSON list; axis, one of AXES. Returns `side_by_side`."""
     try:
         names = json.loads(given.get("runs", ""))
     except (ValueError, RecursionError):
@@ -77,23 +72,16 @@ def compare(state: State, given: Params) -> dict[str, Any]:
     axis = given.get("axis", AXES[0])
     if not isinstance(names, list) or not 1 <= len(names) <= MOST or axis not in AXES:
         raise UserError(f"runs: 1 to {MOST} names as a JSON list; axis: {', '.join(AXES)}")
-    found = read_runs([state.run(name) for name in names])
-    curves = {
-        str(one.folder): {"train": _curve(one, axis, "loss"), "val": _curve(one, axis, "val_loss")}
-        for one in found
-    }
-    return as_json(found) | {
-        "curves": {printable(name): curve for name, curve in curves.items()},
-        "axes": AXES,
-    }
+    return side_by_side(read_runs([state.run(name) for name in names]), axis, POINTS)
 
 
-def _curve(run: ComparedRun, axis: str, key: str) -> tuple[list[float], list[float]]:
-    places, values = run.along(axis, key)
-    if key == "loss":
-        values = smooth(values, len(values) // 50 | 1)
-    points = sampled(list(zip(places, values, strict=True)), POINTS)
-    return [x for x, _ in points], [y for _, y in points]
+def sweep(state: State, name: object) -> dict[str, Any]:
+    """What a sweep has found (`plan/pages/sweep.view`)."""
+    sweeps = state.sweeps()
+    if not isinstance(name, str) or name not in sweeps:
+        raise UserError(f"there is no sweep '{name}'{did_you_mean(str(name), sweeps)}")
+    guard(sweeps[name])
+    return view(sweeps[name], results(read(sweeps[name])))
 
 
 def report(run: Path) -> Response:

@@ -31,6 +31,7 @@ from fivefold.observe.metrics import FILE, last_line
 from fivefold.observe.report import run_recipe
 from fivefold.play.commands import Commands
 from fivefold.play.jobs import Jobs
+from fivefold.recipe.sweep import is_sweep
 
 SHIPPED = ("stdlib", talk.NAME)
 """Sources of text that are there everywhere."""
@@ -80,6 +81,12 @@ class State:
             found |= {run for run in (*levels, *(x for y in levels[1:] for x in _folders(y))) if _is_run(run)}
         dated = sorted(found, key=lambda run: (_born(run), str(run)), reverse=True)
         return {printable(str(run)): run for run in dated}
+
+    def sweeps(self) -> dict[str, Path]:
+        """The folders of sweeps with runs, by name."""
+        found = {run.parent for run in self.runs().values() if is_sweep(run.parent)}
+        inside = [one for one in sorted(found) if any(map(one.is_relative_to, self.folders))]
+        return {printable(str(one)): one for one in inside}
 
     def run(self, name: object) -> Path:
         """The run of this name, guarded. Raises UserError: there is none."""

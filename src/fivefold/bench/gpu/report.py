@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-from fivefold.draw.canvas import Canvas, text_width
+from fivefold.draw.canvas import Canvas, css, text_width
 from fivefold.errors import printable
-from fivefold.observe.compare import style
-from fivefold.observe.format import document, section, short_number, table
+from fivefold.observe.format import asset, document, section, short_number, table
 
 RATES = {"GB/s", "tokens/s", "%"}
 """More of these is better, and less of other units."""
@@ -56,7 +55,8 @@ def page(report: dict[str, Any], about: Mapping[str, str]) -> str:
     head = f"<header><h1>GPUs</h1><p class='lead'>{escape(printable(on))}</p></header>"
     first = section("Short of what was expected", _table(short) if short else "<p>Nothing.</p>")
     facts = section("Machine", table(["", ""], machine.items()))
-    return document("Fivefold: GPUs", f"{head}<main>{first}{sections}{facts}</main>", style(), "")
+    style = f"{asset('report.css')}\n{css()}svg.canvas {{ max-width: 100%; height: auto; }}"
+    return document("Fivefold: GPUs", f"{head}<main>{first}{sections}{facts}</main>", style, "")
 
 
 def _table(some: Sequence[tuple[str, Row]]) -> str:

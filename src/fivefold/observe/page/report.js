@@ -1,4 +1,4 @@
-// Numbers under the cursor, on every chart with the same x axis at the same place; with a mouse, a finger or the arrow keys.
+// Numbers under the cursor, on every chart at the same step; with a mouse, a finger or the arrow keys.
 // The page is complete without this script. Everything from the data enters as text, never as markup.
 "use strict";
 
@@ -38,31 +38,21 @@ function row(box, name, value) {
   box.append(line);
 }
 
-// Where `step` lies between the ends of a chart's x axis, from 0 to 1, and what lies there.
-function partOf(chart, step) {
-  const [first, last, at] = [...chart.span, step].map((value) => chart.log ? Math.log(value) : value);
-  return (at - first) / (last - first);
-}
-
-function stepAt(chart, part) {
-  const [first, last] = chart.span.map((value) => chart.log ? Math.log(value) : value);
-  const at = first + part * (last - first);
-  return chart.log ? Math.exp(at) : at;
-}
+// Where `step` lies between the ends of a chart's x axis, from 0 to 1.
+const partOf = (chart, step) => (step - chart.span[0]) / (chart.span[1] - chart.span[0]);
 
 function point(step, active) {
-  const axis = active.axis || "step";
   for (const chart of charts) {
     const part = partOf(chart, step);
-    chart.cursor.hidden = (chart.axis || "step") !== axis;
+    chart.cursor.hidden = false;
     chart.cursor.style.left = 100 * part + "%";
     chart.values.hidden = chart !== active;
     if (chart !== active) continue;
     chart.values.replaceChildren();
-    row(chart.values, axis, step.toLocaleString("en"));
+    row(chart.values, "step", step.toLocaleString("en"));
     for (const line of chart.lines) {
       const at = nearest(line.x, step);
-      const elsewhere = line.x[at] !== step ? " (" + axis + " " + line.x[at].toLocaleString("en") + ")" : "";
+      const elsewhere = line.x[at] !== step ? " (step " + line.x[at].toLocaleString("en") + ")" : "";
       const second = chart.right && line.y[at] !== null
         ? ", " + shown(line.y[at] * chart.right[0], chart.right[1]) : "";
       row(chart.values, line.name + elsewhere, shown(line.y[at], chart.unit) + second);
@@ -87,7 +77,7 @@ for (const chart of charts) {
   chart.plot.addEventListener("pointermove", (event) => {
     const box = chart.plot.getBoundingClientRect();
     const part = Math.min(Math.max((event.clientX - box.left) / box.width, 0), 1);
-    go(nearest(x, stepAt(chart, part)));
+    go(nearest(x, chart.span[0] + part * (chart.span[1] - chart.span[0])));
   });
   chart.plot.addEventListener("pointerleave", leave);
   chart.plot.addEventListener("focus", () => { if (chart.plot.matches(":focus-visible")) go(at); });

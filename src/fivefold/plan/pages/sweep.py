@@ -1,115 +1,100 @@
-"""The page of a sweep: its law, isoFLOP curves, curves of other fields, and all of its runs."""
+"""What a sweep has found, as parts of a page: its law, isoFLOP curves, curves of other fields, what failed."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import replace
-from html import escape
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fivefold.draw.canvas import Line, picture
 from fivefold.errors import printable
-from fivefold.files import guard, write_atomically
-from fivefold.observe import compare
-from fivefold.observe.compare import ComparedRun
-from fivefold.observe.format import asset, document, header, section, short_number
+from fivefold.observe.format import short_number
+from fivefold.observe.report import sampled
 from fivefold.plan.advice.budget import BESIROGLU, FLOPS, HOFFMANN
 from fivefold.plan.advice.scaling import COUNTED, Curve, Results, iso_flops
 from fivefold.recipe import sweep as sweep_table
 
 PUBLISHED = {"Hoffmann et al. (arXiv 2203.15556)": HOFFMANN, "Besiroglu et al. (arXiv 2404.10102)": BESIROGLU}
 NEAR = 4.0  # the line of the law goes on to its minimum, if that is no further than this factor
-MOST_CURVES = 28  # runs whose losses are drawn: 7 colours, 4 dashes
+MOST_CURVES = 28  # runs whose losses are drawn at first: 7 colours, 4 dashes
+Part = tuple[Any, ...]
+"""("h2" or "p" or "alarm", text), ("list", texts), ("table", label, head, rows), ("picture", label, SVG)."""
 
 
-def write(folder: Path, swept: Results) -> Path:
-    """Writes FOLDER/report.html and returns its path."""
-    guard(folder)
-    path = folder / "report.html"
-    write_atomically(path, page(folder, swept))
-    return path
+def finished(folder: Path, swept: Results) -> list[Path]:
+    """The folders of finished runs, as far as they are there."""
+    done = [folder / row.name for row in swept.sweep.rows if row.status == sweep_table.FINISHED]
+    return [run for run in done if run.is_dir()]
 
 
-def page(folder: Path, swept: Results) -> str:
-    """The page as HTML."""
-    name = printable(folder.resolve().name)
-    rows = swept.sweep.rows
-    done = [row for row in rows if row.status == sweep_table.FINISHED]
-    there = [folder / row.name for row in done if (folder / row.name).is_dir()]
-    runs = _colored(compare.read_runs(there)) if there else []
-    notes = [*swept.notes]
-    if gone := len(done) - len(there):  # the table was copied without its runs
-        notes.append(f"The folders of {gone} finished runs are not here, so their curves are not.")
-    alarms = "".join(f'<p class="alarm">{escape(note)}</p>' for note in notes)
-    varied = ", ".join(swept.sweep.varied)
-    lead = f"{swept.sweep.recipe}: {len(done)} of {len(rows)} runs are finished. They vary {varied or 'nothing'}."
-    unfinished = "".join(
-        f"<li>{escape(printable(f'{row.name}: {row.status} {row.why}'.strip()))}</li>"
-        for row in rows
-        if row.status != sweep_table.FINISHED
-    )
-    unfinished = f"<p>Not finished:</p><ul>{unfinished}</ul>" if unfinished else ""
-    others = ""  # a picture for each varied field, with what came out best
-    for key, group in groupby(swept.curves, key=lambda curve: curve.key):
-        curves = list(group)
-        listed = "".join(f"<li>{escape(str(curve))}</li>" for curve in curves)
-        others += f"{curve_picture(key, curves)}<ul>{listed}</ul>"
-    sections = [
-        section("Scaling law" if swept.fit else "Sizes and lengths", _law(swept)),
-        section("Other fields", others),
-        section("Runs", (compare.figures_table(runs) if runs else "") + unfinished),
-        section("Curves", compare.curves(_spread(runs))),
-        section("Differences", compare.difference_table(runs) if len(runs) > 1 else ""),
+def view(folder: Path, swept: Results) -> dict[str, Any]:
+    """{lead, parts, drawn: names of the runs whose losses are drawn at first, at most MOST_CURVES}."""
+    rows, there = swept.sweep.rows, finished(folder, swept)
+    left = [
+        f"{row.name}: {row.status} {row.why}".strip() for row in rows if row.status != sweep_table.FINISHED
     ]
-    body = header("Sweep", name, printable(lead), alarms) + f"<main>\n{''.join(sections)}</main>"
-    return document(f"{name}: sweep", body, compare.style(), asset("report.js"))
+    done, varied = len(rows) - len(left), ", ".join(swept.sweep.varied)
+    lead = f"{swept.sweep.recipe}: {done} of {len(rows)} runs are finished. They vary {varied or 'nothing'}."
+    notes = [*swept.notes]
+    if gone := done - len(there):  # the table was copied without its runs
+        notes.append(f"The folders of {gone} finished runs are not here, so their curves are not.")
+    parts: list[Part] = [*(("alarm", printable(note)) for note in notes), *_law(swept)]
+    for key, group in groupby(swept.curves, key=lambda curve: curve.key):
+        curves = list(group)  # a picture for each varied field, with what came out best
+        parts += [
+            ("h2", f"Loss by {key}"),
+            ("picture", key, curve_picture(key, curves)),
+            ("list", [*map(str, curves)]),
+        ]
+    parts += [("h2", "Not finished"), ("list", [*map(printable, left)])] if left else []
+    drawn = [printable(str(run)) for run in sampled(there, MOST_CURVES)]
+    return {"lead": printable(lead), "parts": parts, "drawn": drawn}
 
 
-def _colored(runs: Sequence[ComparedRun]) -> Sequence[ComparedRun]:
-    """The runs with a colour and dashes of its own for each that is drawn."""
-    drawn = {run.folder: number for number, run in enumerate(_spread(runs))}
-    return [replace(run, color=drawn.get(run.folder, -1)) for run in runs]
-
-
-def _spread(runs: Sequence[ComparedRun]) -> Sequence[ComparedRun]:
-    """At most MOST_CURVES of the runs, evenly."""
-    count = min(len(runs), MOST_CURVES)
-    return [runs[i * len(runs) // count] for i in range(count)]
-
-
-def _law(swept: Results) -> str:
-    """Pictures and table of the law, or why there is none; "" if neither sizes nor lengths vary."""
+def _law(swept: Results) -> Iterator[Part]:
+    """Pictures and table of the law, or why there is none; nothing if neither sizes nor lengths vary."""
     if not swept.sized:
-        return ""
-    pictures, fit = iso_flop_picture(swept) + length_picture(swept), swept.fit
+        return
+    fit = swept.fit
+    yield "h2", "Scaling law" if fit else "Sizes and lengths"
+    for label, made in (
+        ("Equal FLOPs", iso_flop_picture(swept)),
+        ("Sizes and lengths", length_picture(swept)),
+    ):
+        if made:
+            yield "picture", label, made
     if fit is None:
-        return pictures + f'<p class="none">No law: {escape(swept.why)}.</p>'
+        yield "p", f"No law: {swept.why}."
+        return
+    yield (
+        "p",
+        (
+            f"{COUNTED}. Fitted to {len(swept.runs)} runs by the Huber loss of log L; they scatter by "
+            f"{100 * fit.scatter:.2f}% around it."
+        ),
+    )
+    names = ["L = E + A/N^alpha + B/D^beta", "E", "A", "B", "alpha", "beta", "a of N ~ C^a"]
     rows = [
-        (escape(title), [f"<td>{value:.4g}</td>" for value in law.constants.values()])
+        [title, *(f"{value:.4g}" for value in law.constants.values())]
         for title, law in {"this sweep": fit.law, **PUBLISHED}.items()
     ]
-    spans = [f"<td>{low:.3g} to {high:.3g}</td>" for low, high in fit.intervals.values()]
-    rows.insert(1, ("90% interval", spans))
-    names = ["E", "A", "B", "alpha", "beta", "a of N ~ C^a"]
-    table = compare.table(["L = E + A/N^alpha + B/D^beta", *names], rows)
-    held = "".join(f"<li>{escape(str(run))}</li>" for run in swept.held_out)
-    held = f"<p>Held out of the fit, and predicted by it:</p><ul>{held}</ul>" if held else ""
+    rows.insert(1, ["90% interval", *(f"{low:.3g} to {high:.3g}" for low, high in fit.intervals.values())])
+    yield "table", "Scaling law", names, rows
+    if swept.held_out:
+        yield "p", "Held out of the fit, and predicted by it:"
+        yield "list", [*map(str, swept.held_out)]
     optima = []
     for best in swept.optima():
         interval = " to ".join(short_number(best[f"parameters_{end}"]) for end in ("low", "high"))
         N, D = (short_number(best[name]) for name in ("parameters", "tokens"))
-        cells = N, interval, D, f"{best['loss']:.3f}"
         beyond = " (extrapolated)" * best["outside"]
-        optima.append((f"{best['flops']:.2e}{beyond}", [f"<td>{cell}</td>" for cell in cells]))
-    return (
-        f'{pictures}<p></p><p class="aside">{escape(COUNTED)}. Fitted to {len(swept.runs)} runs by the Huber loss of '
-        f"log L; they scatter by {100 * fit.scatter:.2f}% around it.</p>{table}{held}"
-        "<p>The best size for a budget of FLOPs:</p>"
-    ) + compare.table(["FLOPs", "N", "90%", "D", "loss"], optima)
+        optima.append([f"{best['flops']:.2e}{beyond}", N, interval, D, f"{best['loss']:.3f}"])
+    yield "p", "The best size for a budget of FLOPs:"
+    yield "table", "Best sizes", ["FLOPs", "N", "90%", "D", "loss"], optima
 
 
 def iso_flop_picture(swept: Results) -> str:

@@ -5,7 +5,8 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 const FONT = "12px system-ui, sans-serif";
 
 /** Draws into `place`. series: [{label, color: a variable's name, width, dash, dots}]; options: {across, log, height,
- * show: value => text}. Returns {set(data), log(on), last(share), end()}; data: [places, values, ...], with null. */
+ * spread: places are logarithmic, show: value => text}. Returns {set(data), log(on), last(share), end()}; data: [places,
+ * values, ...], with null. */
 export function curves(place, series, options = {}) {
   let plot, data = [[], ...series.map(() => [])], logarithmic = Boolean(options.log), share = 1, zoomed = false;
   const show = options.show || short;
@@ -28,6 +29,8 @@ export function curves(place, series, options = {}) {
     return [low, high];
   }
 
+  const own = { splits: ticks, filter: (u, found) => found };
+
   function range(u, low, high) {
     if (low == null || !Number.isFinite(low)) return logarithmic ? [1, 10] : [0, 1];
     if (logarithmic) return low > 0 ? [low / 1.05, high * 1.05] : [1e-3, Math.max(1, high)];
@@ -40,9 +43,9 @@ export function curves(place, series, options = {}) {
     place.replaceChildren();
     plot = new uPlot({
       width: place.clientWidth || 600, height: options.height || 320,
-      scales: { x: { time: false }, y: { distr: logarithmic ? 3 : 1, range } },
-      axes: [axis({ values: (u, ticks) => ticks.map((v) => short(v)), size: 34, label: options.across, labelSize: 18, labelFont: FONT }),
-        axis({ size: 64, ...(logarithmic && { splits: ticks, filter: (u, found) => found }) })],
+      scales: { x: { time: false, ...(options.spread && { distr: 3, range: (u, low, high) => [low, high] }) }, y: { distr: logarithmic ? 3 : 1, range } },
+      axes: [axis({ values: (u, found) => found.map((v) => short(v)), size: 34, label: options.across, labelSize: 18, labelFont: FONT,
+        ...(options.spread && own) }), axis({ size: 64, ...(logarithmic && own) })],
       series: [{ label: options.across || "Step", value: (u, v) => (v == null ? "–" : short(v)) }, ...series.map(line)],
       cursor: { drag: { x: true, y: false }, sync: options.sync && { key: options.sync } },
       legend: { live: true },
