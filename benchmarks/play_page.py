@@ -1,11 +1,18 @@
-"""How fluid the page of `fivefold play` is, in Chromium: a run of 10^5 steps, and 50 runs of 2,000.
+"""How fluid the page of `fivefold play` is, in Chromium: a run of 10^5 steps, and 50 runs of 2,000; and how much
+slower a training is beside it.
 
     PYTHONPATH=tests python benchmarks/play_page.py [--out benchmarks/results/play_page.json]
+    PYTHONPATH=tests python benchmarks/play_page.py --training [--out benchmarks/results/play_training.json]
 
 First paint: from the navigation until the curve, or every run's figures, stand on the page (a median of some; the
 server has read the run before, or not). Update: the processor time of the page's thread for a line that is added every
 half second, and the longest task of the browser, which a busy machine stretches. Server: the processor time of its
 process while it shows nothing, and while a page watches a run that trains.
+
+Training: in each turn the quickstart trains without a server, beside a server that nobody looks at, and beside a page
+that watches it, in an order that changes from turn to turn. A turn's figure is the median of the run's step times
+without the first third, divided by that of the run without a server. Its spread over turns says what the machine allows
+to tell.
 """
 
 from __future__ import annotations
@@ -14,6 +21,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -163,20 +171,95 @@ def many_runs(browser: Browser, folder: Path) -> dict[str, object]:
     }
 
 
+WAYS = ("absent", "closed", "open")
+
+
+def trained(browser: Browser, folder: Path, way: str, steps: int, layout: str) -> dict[str, float]:
+    """Seconds of a step (median), and processor seconds of the run, beside no server, a server, or a page."""
+    served, run = None if way == "absent" else serving(folder), folder / f"run-{way}"
+    sets = [f"train.steps={steps}", "observe.tracker=none", "train.sample_tokens=2"]
+    words = [
+        "train",
+        "quickstart",
+        "--layout",
+        layout,
+        "--out",
+        str(run),
+        *(w for s in sets for w in ("--set", s)),
+    ]
+    before = os.times()
+    training = subprocess.Popen([sys.executable, "-m", "fivefold", *words], stdout=subprocess.DEVNULL)
+    try:
+        if served is not None and way == "open":
+            while not (run / "metrics.jsonl").exists():
+                assert training.poll() is None
+                time.sleep(0.2)
+            browser.call("Page.navigate", url=f"{served[1]}#train/{str(run).replace('/', '%2F')}")
+            until(browser, "document.querySelector('canvas')")
+        assert training.wait() == 0
+        spent = os.times()
+        if way == "open":
+            time.sleep(1)
+            shown = browser.evaluate("document.querySelector('.head .lead').textContent")
+            assert f"{steps:,}" in shown, shown
+            browser.call("Page.navigate", url="about:blank")
+    finally:
+        if served is not None:
+            served[0].terminate()
+            served[0].wait()
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    seconds = [line["step_s"] for line in lines if "step_s" in line]
+    shutil.rmtree(run)
+    processor = spent.children_user + spent.children_system - before.children_user - before.children_system
+    return {"step_s": statistics.median(seconds[steps // 3 :]), "processor_s": processor}
+
+
+def training(browser: Browser, folder: Path, turns: int, steps: int, layout: str) -> dict[str, object]:
+    folder.mkdir()
+    trained(browser, folder, "absent", steps, layout)  # what is tokenized and compiled once
+    ratios: dict[str, list[float]] = {way: [] for way in WAYS[1:]}
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    processor: dict[str, list[float]] = {way: [] for way in WAYS}
+    for turn in range(turns):
+        found = {}
+        for i in range(len(WAYS)):
+            way = WAYS[(i + turn) % len(WAYS)]
+            found[way] = trained(browser, folder, way, steps, layout)
+            seconds[way].append(found[way]["step_s"])
+            processor[way].append(found[way]["processor_s"])
+        for way, own in ratios.items():
+            own.append(found[way]["step_s"] / found["absent"]["step_s"])
+        print({way: round(own[-1], 4) for way, own in ratios.items()}, found, file=sys.stderr, flush=True)
+    slower = {way: [round(100 * (ratio - 1), 2) for ratio in own] for way, own in ratios.items()}
+    return {
+        "turns": turns,
+        "steps": steps,
+        "layout": layout,
+        "step_ms": {way: round(1000 * statistics.median(own), 1) for way, own in seconds.items()},
+        "processor_s": {way: round(statistics.median(own), 2) for way, own in processor.items()},
+        "slower_percent": {way: round(statistics.median(own), 2) for way, own in slower.items()},
+        "slower_percent_of_turns": slower,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    out = parser.parse_args().out
-    program = find()
+    parser.add_argument("--training", action="store_true")
+    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--layout", default="dp=2")
+    given = parser.parse_args()
+    out, program = given.out, find()
     assert program, "no Chromium"
     with tempfile.TemporaryDirectory() as name, Browser(program, timeout=60) as browser:
-        found = {
-            "cores": cores(),
-            "load_before": os.getloadavg()[0],
-            "one_run": one_run(browser, Path(name) / "one"),
-            "many_runs": many_runs(browser, Path(name) / "many"),
-            "load_after": os.getloadavg()[0],
-        }
+        found: dict[str, object] = {"cores": cores(), "load_before": os.getloadavg()[0]}
+        if given.training:
+            found |= training(browser, Path(name) / "runs", given.turns, given.steps, given.layout)
+        else:
+            found["one_run"] = one_run(browser, Path(name) / "one")
+            found["many_runs"] = many_runs(browser, Path(name) / "many")
+        found["load_after"] = os.getloadavg()[0]
     text = json.dumps(found, indent=1)
     print(text)
     if out:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 from fivefold.cli.main import app
 from fivefold.errors import UserError
 from fivefold.files import owned, owner
+from fivefold.play import runs
 from fivefold.play import server as server_
 from fivefold.play.jobs import MOST, Jobs
 from fivefold.play.state import State, condition
@@ -189,9 +191,19 @@ def test_a_link_in_a_run_is_not_followed(tmp_path: Path) -> None:
     (run / "metrics.jsonl").unlink()
     (tmp_path / "secret").write_text('{"step": 3, "step_s": 1}\n')
     os.symlink(tmp_path / "secret", run / "metrics.jsonl")
+    other = make_run(tmp_path / "runs" / "other", steps=4)
     state = State([tmp_path / "runs"])
-    with pytest.raises(UserError, match="leads out of"):
-        condition(state.run(str(run)))
+    assert condition(state.runs()[str(run)])["step"] == 0
+    rows = {row["name"]: row for row in takewhile(bool, runs.rows(state)) if "name" in row}
+    assert "leads out of" in rows[str(run)]["problem"], "it does not hide the others"
+    assert rows[str(other)]["figures"]["steps"] == 4
+
+
+def test_no_run_is_taken_for_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path / "--help", steps=4)
+    make_run(tmp_path / "first", steps=4)
+    monkeypatch.chdir(tmp_path)
+    assert [*State([Path()]).runs()] == ["first"]
 
 
 def test_what_a_run_does(tmp_path: Path) -> None:
@@ -273,15 +285,32 @@ def test_jobs_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 )
 def test_a_list_of_jobs_may_hold_anything(tmp_path: Path, text: str) -> None:
     jobs = Jobs(tmp_path)
-    jobs.folder.mkdir(parents=True, exist_ok=True)
+    jobs.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     (jobs.folder / "waiting.json").write_text(text)
+    assert jobs.waiting() == []
+
+
+def test_nothing_starts_from_a_list_that_others_may_write(tmp_path: Path) -> None:
+    """Without a home folder the list is below a folder that everybody may write."""
+    jobs = Jobs(tmp_path)
+    jobs.folder.mkdir(parents=True, mode=0o700)
+    job = {"id": "a", "run": "/x/a", "cwd": "/", "words": ["train", "a"]}
+    (jobs.folder / "waiting.json").write_text(json.dumps({"jobs": [job]}))
+    assert jobs.waiting() == [job]
+    jobs.folder.chmod(0o777)
+    assert jobs.waiting() == []
+    with pytest.raises(UserError, match="is not this user's own folder"):
+        jobs.add(["train", "b"], tmp_path / "b")
+    jobs.folder.chmod(0o700)
+    jobs.folder.rename(elsewhere := tmp_path / "elsewhere")
+    jobs.folder.symlink_to(elsewhere)
     assert jobs.waiting() == []
 
 
 def test_only_a_damaged_entry_is_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And named, once."""
     jobs = Jobs(tmp_path)
-    jobs.folder.mkdir(parents=True, exist_ok=True)
+    jobs.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     good = [{"id": name, "run": f"/x/{name}", "cwd": "/", "words": ["train", name]} for name in "abc"]
     listed = [good[0], {"id": "d", "words": "broken"}, good[1], 3, good[2]]
     (jobs.folder / "waiting.json").write_text(json.dumps({"jobs": listed}))

@@ -48,6 +48,12 @@ def test_dropped_files_are_text(play: Play, folder: Path, monkeypatch: pytest.Mo
     assert Path(made["source"]) == folder / ".play" / "texts-1"
     assert made["name"] == "1-..-..-a-b-img-.JSONL"
     assert send(play, ".md", b"# Title\n" * 300, "texts-1")["name"] == "2-.md"
+    (folder / ".play" / "texts-1" / made["name"]).rename(folder / ".play" / "texts-1" / "3-again.txt")
+    assert send(play, "again.txt", b"again", "texts-1")["name"] == "4-again.txt", (
+        "no file takes another's place"
+    )
+    (folder / ".play" / "texts-1" / "3-again.txt").rename(folder / ".play" / "texts-1" / made["name"])
+    (folder / ".play" / "texts-1" / "4-again.txt").unlink()
     assert send(play, "x" * 300 + ".txt", b"more " * 300, "texts-1")["name"] == "3-" + "x" * 76 + ".txt"
     found = about(play, made["source"])
     assert (found["files"], found["documents"]) == (3, 92)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -69,6 +70,7 @@ class Jobs:
         """The entries of the list, and those that are damaged."""
         jobs: Any = []
         with suppress(OSError, UserError):
+            self._require_own()
             jobs = read_json(self.folder / "waiting.json").get("jobs")
         jobs = jobs if isinstance(jobs, list) else []
         return [job for job in jobs if _whole(job)], [job for job in jobs if not _whole(job)]
@@ -91,10 +93,19 @@ class Jobs:
                 raise UserError("this run is no longer queued")
             jobs.remove(found[0])
 
+    def _require_own(self) -> None:
+        """Raises UserError: others may write into the folder, and what lies there is started."""
+        there = self.folder.lstat()
+        if not stat.S_ISDIR(there.st_mode) or there.st_uid != os.getuid() or there.st_mode & stat.S_IWOTH:
+            raise UserError(
+                f"{self.folder} is not this user's own folder, so no run is queued there. Remove it"
+            )
+
     @contextmanager
     def _changed(self) -> Iterator[list[dict[str, Any]]]:
         """The list, to be changed inside the block."""
         make_folder(self.folder, mode=0o700)
+        self._require_own()
         with locked(self.folder / ".lock"):
             jobs, damaged = self._read()
             for job in damaged:

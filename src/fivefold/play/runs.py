@@ -47,7 +47,6 @@ def rows(state: State) -> Iterator[Any]:
             known = {name: one for name, one in known.items() if name not in gone}
             yield {"gone": [*gone]}
         for name, run in runs.items():
-            state.run(name)  # guards it
             now = {"name": name, **condition(run), **_figures(run, stamp(run))}
             if now != known.get(name):
                 known[name] = now

@@ -228,15 +228,15 @@ def serve(
     token, stop = secrets.token_urlsafe(32), threading.Event()
     line = listen(host, port)
     app = make_app(folders, token, host)
+    server = Server(app)
+    for number in stopping_signals():  # it would raise them again when it has ended
+        signal.signal(number, server.handle_exit)
     jobs = threading.Thread(target=app.state.jobs.follow, args=(stop,), name="jobs", daemon=True)
     jobs.start()
     shown = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(
         host, f"[{host}]" if ":" in host else host
     )
     tell(f"http://{shown}:{line.getsockname()[1]}/?token={token}")
-    server = Server(app)
-    for number in stopping_signals():  # it would raise them again when it has ended
-        signal.signal(number, server.handle_exit)
     try:
         server.run(sockets=[line])
     finally:

@@ -74,11 +74,13 @@ class State:
         return printable(run)
 
     def runs(self) -> dict[str, Path]:
-        """All runs by name, the newest first. Those of a sweep stand in its folder."""
+        """All runs by name, the newest first, guarded. Those of a sweep stand in its folder."""
         found = set[Path]()
         for folder in self.folders:
             levels = [folder, *_folders(folder)]
             found |= {run for run in (*levels, *(x for y in levels[1:] for x in _folders(y))) if _is_run(run)}
+        for run in found:
+            guard(run, look=False)
         dated = sorted(found, key=lambda run: (_born(run), str(run)), reverse=True)
         return {printable(str(run)): run for run in dated}
 
@@ -89,11 +91,10 @@ class State:
         return {printable(str(one)): one for one in inside}
 
     def run(self, name: object) -> Path:
-        """The run of this name, guarded. Raises UserError: there is none."""
+        """The run of this name. Raises UserError: there is none."""
         runs = self.runs()
         if not isinstance(name, str) or name not in runs:
             raise UserError(f"there is no run '{name}'{did_you_mean(str(name), runs)}")
-        guard(runs[name], look=False)
         return runs[name]
 
     def require(self, *paths: Path | str) -> None:
@@ -135,9 +136,9 @@ def _is_run(folder: Path) -> bool:
 
 
 def _folders(folder: Path) -> list[Path]:
-    """Folders in a folder, without hidden ones and links."""
+    """Folders in a folder, without hidden ones, links, and what a command would take for an option."""
     with suppress(OSError):
-        return [x for x in folder.iterdir() if x.name[0] != "." and x.is_dir() and not x.is_symlink()]
+        return [x for x in folder.iterdir() if x.name[0] not in ".-" and x.is_dir() and not x.is_symlink()]
     return []
 
 
@@ -161,8 +162,12 @@ def stamp(run: Path) -> tuple[object, ...]:
 
 @lru_cache(1000)
 def _steps(run: Path, stamp: tuple[object, ...]) -> tuple[int, int | None]:
-    """The last step of a run, and how many it shall have."""
-    line, recipe = last_line(run), run_recipe(run)
+    """The last step of a run, and how many it shall have. Unknown if a file of it leads elsewhere, which its figures
+    say: one run does not hide the others."""
+    try:
+        line, recipe = last_line(run), run_recipe(run)
+    except UserError:
+        return 0, None
     return line["step"] if line else 0, recipe.train.steps if recipe else None
 
 

@@ -50,7 +50,7 @@ def routes(state: State) -> list[Route]:
 
 def runs(state: State) -> list[dict[str, Any]]:
     """Those that have made a step, the newest first: {name, step, ...}."""
-    found = [{"name": name, **condition(state.run(name))} for name in state.runs()]
+    found = [{"name": name, **condition(run)} for name, run in state.runs().items()]
     return [run for run in found if run["step"]]
 
 

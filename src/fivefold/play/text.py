@@ -100,7 +100,7 @@ async def received(state: State, request: Request) -> dict[str, str]:
         not re.fullmatch(r"texts-\d+", folder, re.ASCII) or not home.is_dir() or home.is_symlink()
     ):
         raise UserError("there is no such folder of dropped files")
-    if (count := len([*home.iterdir()]) if folder else 0) >= MOST_FILES:
+    if (number := len([*home.iterdir()]) if folder else 0) >= MOST_FILES:
         raise UserError(f"at most {MOST_FILES:,} files at once; name their folder instead")
     make_folder(state.texts, mode=0o700)
     temporary = state.texts / f".{own_word()}"  # its folder is made only when the file is whole
@@ -110,7 +110,9 @@ async def received(state: State, request: Request) -> dict[str, str]:
                 file.write(piece)
         if not folder:
             home = numbered_folder(state.texts, "texts")
-        rename(temporary, target := home / f"{count + 1}-{name[-LONGEST_NAME:]}")
+        while (target := home / f"{(number := number + 1)}-{name[-LONGEST_NAME:]}").exists():
+            pass  # another one of this name came meanwhile
+        rename(temporary, target)
     except OSError as error:
         raise UserError(f"the file cannot be written: {error.strerror}") from error
     finally:
