@@ -27,6 +27,7 @@ from fivefold.models.base import build
 from fivefold.models.card import card_of, flops_per_token
 from fivefold.models.hf import from_hf_config, hf_config, to_hf
 from fivefold.models.section import ModelSection
+from fivefold.optim import OPTIMIZERS
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.messages import volume
 from fivefold.plan.setting import setting
@@ -271,11 +272,21 @@ def test_bytes_are_those_counted(tmp_path, layout: str) -> None:
         assert volume.counted(s, rank) == step.sent, rank
 
 
+def test_vectors_in_one_tensor_are_no_matrices() -> None:
+    """The filters of the convolution and the row of the gate: AdamW updates them, nothing decays or rounds them."""
+    card, muon = card_of(resolve_model(MODELS["odd"], vocab_size=128)), OPTIMIZERS["muon"]
+    blocks = {name: shape for name, shape in card.parameters.items() if name.startswith("blocks.")}
+    left = {name for name, shape in blocks.items() if len(shape) > 1 and muon.of(name, shape) is not muon}
+    linear = {f"blocks.{n}.attention.conv_vectors" for n in (0, 2)}
+    assert left == linear | {f"blocks.{n}.mlp.shared_gate_vectors" for n in range(4)}
+    assert card.rounded.isdisjoint(left)
+
+
 def test_flops_are_those_of_the_rule() -> None:
     """Documents change those of attention only. The plan multiplies chunks: more FLOPs than the rule itself."""
     model = resolve_model(MODELS["odd"], vocab_size=128)
     card, (H, d, e) = card_of(model), (6, 10, 7)
-    assert card.attention_flops(0) == 3 * 6 * H * d * e
+    assert card.attention_flops(0) == 3 * (2 * 3 * (2 * 3 * d + H * e) + 6 * H * d * e)  # convolution, rule
     assert card.attention_flops(1) == 6 * 4 * 16 * 32
     whole, apart = flops_per_token(model), flops_per_token(model, lambda window: 0.25)
     assert whole - apart == pytest.approx(0.75 * 2 * card.attention_flops(1))

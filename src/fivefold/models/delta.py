@@ -91,7 +91,7 @@ class DeltaAttention(Sublayer):
     def __init__(self, model: ModelSection, bias: bool, number: int = 0) -> None:
         super().__init__()
         w, D = widths_of(model), model.dim
-        self.conv = nn.Parameter(torch.empty(w.mixed, w.conv))
+        self.conv_vectors = nn.Parameter(torch.empty(w.mixed, w.conv))
         self.a_log, self.dt = nn.Parameter(torch.empty(w.heads)), nn.Parameter(torch.empty(w.heads))
         self.in_proj = Linear(D, sum(w.sections), bias=False)
         self.core = DeltaCore(w.heads, w.key_heads, w.key, w.value)
@@ -117,6 +117,6 @@ class DeltaAttention(Sublayer):
         """The first matmul's result -> (B, T, D)."""
         H, e = len(self.a_log), self.core.value  # of this tensor-parallel rank
         mixed, gates = product.split([product.shape[-1] - H * e, H * e], -1)
-        out = self.core(mixed, self.conv, self.a_log, self.dt, documents, cache)
+        out = self.core(mixed, self.conv_vectors, self.a_log, self.dt, documents, cache)
         normed = self.norm(out.unflatten(-1, (H, e))).flatten(-2)
         return self.out(gated(normed, gates, silu=True))

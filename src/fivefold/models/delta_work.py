@@ -57,7 +57,7 @@ def attention(model: ModelSection) -> dict[str, Shape]:
     """Parameters of linear attention, in the order of `models.delta.DeltaAttention`."""
     w, D = widths_of(model), model.dim
     return {
-        "conv": (w.mixed, w.conv),
+        "conv_vectors": (w.mixed, w.conv),
         "a_log": (w.heads,),
         "dt": (w.heads,),
         "in_proj.weight": (sum(w.sections), D),
@@ -70,7 +70,7 @@ def cut_of(name: str, model: ModelSection) -> Cut | None:
     """The cut of a parameter that only linear attention has. Each rank has some of the heads."""
     w = widths_of(model)
     sections = {
-        "attention.conv": w.sections[:3],
+        "attention.conv_vectors": w.sections[:3],
         "attention.a_log": (w.heads,),
         "attention.dt": (w.heads,),
         "attention.in_proj.weight": w.sections,
@@ -79,10 +79,10 @@ def cut_of(name: str, model: ModelSection) -> Cut | None:
 
 
 def flops(model: ModelSection) -> float:
-    """FLOPs per token, forward and backward, of the rule token by token: the state decays, is read by the key, written,
-    and read by the query. What chunks compute besides is no work of the model."""
+    """FLOPs per token, forward and backward, of the convolution and of the rule token by token: the state decays, is
+    read by the key, written, and read by the query. What chunks compute besides is no work of the model."""
     w = widths_of(model)
-    return 3.0 * 6 * w.heads * w.key * w.value
+    return 3.0 * (2 * w.mixed * w.conv + 6 * w.heads * w.key * w.value)
 
 
 def operations(s: Sizes, program: Program) -> list[Operation]:

@@ -206,7 +206,7 @@ class Mixture(nn.Module):
         self.router, self.total, self.experts = self.router_type(model), Total(), self.experts_type(model)
         width = (model.shared_experts or 0) * known(model.expert_ffn_dim)
         self.shared = SwiGLU(model.dim, width) if width else None
-        self.shared_gate = nn.Parameter(torch.empty(1, model.dim)) if width and gated else None
+        self.shared_gate_vectors = nn.Parameter(torch.empty(1, model.dim)) if width and gated else None
         self.enter, self.leave = RegionInput(), RegionOutput()
         self.stats = RouterStats()
 
@@ -232,8 +232,8 @@ class Mixture(nn.Module):
     def share(self, x_ND: Tensor) -> Tensor:
         """What the shared experts add; under tensor parallelism a partial sum."""
         assert self.shared is not None
-        shared_ND = self.shared(x_ND)
-        return shared_ND if self.shared_gate is None else shared_ND * (x_ND @ self.shared_gate.t()).sigmoid()
+        shared_ND, gate_1D = self.shared(x_ND), self.shared_gate_vectors
+        return shared_ND if gate_1D is None else shared_ND * (x_ND @ gate_1D.t()).sigmoid()
 
     def completed(self, y_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor, way: Assignment) -> Tensor:
         """Adds what each rank computes of its own tokens, whole."""

@@ -259,6 +259,11 @@ class ModelSection(Section):
         return self.sliding_window if self.window_ramp else 0
 
     @property
+    def ramps(self) -> tuple[tuple[str, str, str], ...]:
+        """(key, ramp, what the steps behind it have) of each field that changes over the first steps."""
+        return (("model.window_ramp", self.window_ramp, f"model.sliding_window = {self.sliding_window:,}"),)
+
+    @property
     def grown(self) -> ModelSection:
         """The model behind its ramp, which plans price."""
         return self.model_copy(update={"window_ramp": ""}) if self.window_ramp else self

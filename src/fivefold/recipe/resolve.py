@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from fivefold.errors import UserError, several
 from fivefold.models.card import card_of, count_parameters, resolve_model
+from fivefold.models.section import phases
 from fivefold.optim import DEFAULT, OPTIMIZERS, OUTER, lowest_rate
 from fivefold.recipe.entries import steps as profiled_steps
 from fivefold.recipe.load import Recipe
@@ -258,6 +259,10 @@ def warnings(recipe: Recipe) -> Iterator[str]:
     ):
         if every > steps:
             yield f"{key} = {every:,} is more than the run's {steps:,} steps: {what}"
+    size = f"train.global_batch_size = {train.global_batch_size:,}"
+    for key, text, full in (("train.batch_ramp", train.batch_ramp, size), *recipe.model.ramps):
+        if (taken := sum(count for _, count in phases(text))) >= steps:
+            yield f'{key} = "{text}" takes {taken:,} steps of a run of {steps:,}: none has {full}'
     if (profiled := profiled_steps(recipe.observe.profile_steps)) and profiled[-1] > steps:
         yield f"observe.profile_steps = {recipe.observe.profile_steps}: the run has {steps:,} steps"
     if (warmup := optim.warmup_steps or 0) > MOST_WARMUP * steps:

@@ -30,10 +30,13 @@ TIED = "embed.weight"
 """The parameter that the output layer shares if embeddings are tied."""
 
 
+STACKED = ("bias", "vectors")
+"""Endings of the names of vectors that lie in one tensor: biases of experts, filters of a convolution, a gate's row."""
+
+
 def is_matrix(name: str, shape: Shape) -> bool:
-    """True for a parameter that multiplies, or a stack of such; False for vectors, and for biases of experts, which are
-    a stack of vectors."""
-    return len(shape) > 1 and not name.endswith("bias")
+    """True for a parameter that multiplies, or a stack of such; False for vectors, and for several in one tensor."""
+    return len(shape) > 1 and not name.endswith(STACKED)
 
 
 @dataclass(frozen=True)

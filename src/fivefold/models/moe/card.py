@@ -131,5 +131,5 @@ class Card(llama.Card):
             "experts.gate_up": (E, 2 * F, D),
             "experts.down": (E, D, F),
         }
-        gate: dict[str, Shape] = {"shared_gate": (1, D)} if shared and self.gated_shared else {}
+        gate: dict[str, Shape] = {"shared_gate_vectors": (1, D)} if shared and self.gated_shared else {}
         return gate | routed | (under("shared", swiglu(D, shared * F)) if shared else {})

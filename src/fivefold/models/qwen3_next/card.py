@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from fivefold.models.card import Contradiction, cached
+from fivefold.models.card import Contradiction
 from fivefold.models.qwen3 import card as qwen3
 from fivefold.models.qwen3_moe import card as qwen3_moe
 from fivefold.models.tables import unit_rms_norm
 from fivefold.sharding.layout import divisors
 from fivefold.sharding.parts import Shape
-
-UNROUNDED = ("attention.conv", "mlp.shared_gate")
-"""Matrices that no linear layer multiplies."""
 
 
 class Card(qwen3_moe.Card):
@@ -30,7 +27,7 @@ class Card(qwen3_moe.Card):
     attention_biases = False
     patterned = linear_attention = partly_rotated = gated_attention = gated_shared = True
     regional = (
-        *(f"attention.{norm}.delta" for norm in qwen3.NORMS), "attention.norm.weight", "mlp.shared_gate"
+        *(f"attention.{norm}.delta" for norm in qwen3.NORMS), "attention.norm.weight", "mlp.shared_gate_vectors"
     )  # fmt: skip
     shared = 1
 
@@ -45,10 +42,6 @@ class Card(qwen3_moe.Card):
 
     def norm(self, D: int) -> dict[str, Shape]:
         return unit_rms_norm(D)
-
-    @cached
-    def rounded(self) -> frozenset[str]:
-        return frozenset(name for name in super().rounded if not name.endswith(UNROUNDED))
 
     def rules(self) -> Iterator[Contradiction]:
         yield from super().rules()

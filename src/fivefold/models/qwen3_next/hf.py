@@ -100,7 +100,7 @@ def _linear(ours: str, theirs: str, w: Widths) -> list[Entry]:
     )  # fmt: skip
     both = f"{theirs}.in_proj_qkvz.weight", f"{theirs}.in_proj_ba.weight"
     return [
-        Entry(f"{ours}.conv", (f"{theirs}.conv1d.weight",), shape=(w.mixed, 1, w.conv)),
+        Entry(f"{ours}.conv_vectors", (f"{theirs}.conv1d.weight",), shape=(w.mixed, 1, w.conv)),
         Entry(f"{ours}.a_log", (f"{theirs}.A_log",)),
         Entry(f"{ours}.dt", (f"{theirs}.dt_bias",)),
         Entry(f"{ours}.in_proj.weight", both, (scalars, 2 * w.heads), order=order),
@@ -112,7 +112,7 @@ def _mixture(ours: str, theirs: str, model: ModelSection) -> list[Entry]:
     width = (model.expert_ffn_dim or 0) * (model.shared_experts or 0)
     both = tuple(f"{theirs}.shared_expert.{kind}_proj.weight" for kind in ("gate", "up"))
     return [
-        Entry(f"{ours}.shared_gate", (f"{theirs}.shared_expert_gate.weight",)),
+        Entry(f"{ours}.shared_gate_vectors", (f"{theirs}.shared_expert_gate.weight",)),
         *same(f"{ours}.router", f"{theirs}.gate"),
         *experts(f"{ours}.experts", f"{theirs}.experts", model),
         Entry(f"{ours}.shared.gate_up.weight", both, (width, width)),
