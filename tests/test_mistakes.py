@@ -153,10 +153,14 @@ def test_a_mistake_is_one_message_that_names_the_fix(
         (["optim.name=lion", "optim.lr=0.02"], "lion is used with 1e-06 to 0.005"),
         (["optim.lr=1e-9"], "the weights will hardly change"),
         (["train.steps=50", "train.val_every=100"], "train.val_every = 100 is more than the run's 50 steps"),
-        (["train.steps=50", "train.global_batch_size=4", "train.batch_ramp=2:50"],
-         'train.batch_ramp = "2:50" takes 50 steps of a run of 50: none has train.global_batch_size = 4'),
-        (["train.steps=50", "model.arch=mistral", "model.sliding_window=64", "model.window_ramp=8:51"],
-         'model.window_ramp = "8:51" takes 51 steps of a run of 50: none has model.sliding_window = 64'),
+        (
+            ["train.steps=50", "train.global_batch_size=4", "train.batch_ramp=2:50"],
+            'train.batch_ramp = "2:50" takes 50 steps of a run of 50: none has train.global_batch_size = 4',
+        ),
+        (
+            ["train.steps=50", "model.arch=mistral", "model.sliding_window=64", "model.window_ramp=8:51"],
+            'model.window_ramp = "8:51" takes 51 steps of a run of 50: none has model.sliding_window = 64',
+        ),
         (
             ["train.steps=50", "checkpoint.every=100"],
             "only the end is saved, beside what is due by checkpoint.minutes",

@@ -16,7 +16,6 @@ from fivefold.comm import Axis
 from fivefold.errors import UserError
 from fivefold.kernels import native
 from fivefold.kernels.blockwise_attention import Documents, Scores
-from fivefold.kernels.fused_attention import fused_attention
 from fivefold.models.layers import AttentionCore, LayerCache, cached_attention
 from fivefold.parallel import context
 from fivefold.sharding.layout import Layout
@@ -83,7 +82,7 @@ def compare(got: Tensor, qkv: Tensor, dout: Tensor, scores: Scores, first: np.nd
 def test_attention_of_whole_sequences_and_documents(setting, documents):
     qkv, dout, scores = inputs(setting)
     first = FIRST if documents else 0 * FIRST
-    got = fused_attention(qkv, H, K, None, None, True, False, Documents(FIRST) if documents else None, scores)
+    got = AttentionCore(H, K)(qkv, documents=Documents(FIRST) if documents else None, scores=scores)
     compare(got, qkv, dout, scores, first)
 
 
@@ -94,7 +93,7 @@ def test_flash_attention_has_a_window(documents, monkeypatch):
     qkv, dout, scores = inputs("window")
     with flash_twin.on_cpu() as calls:
         of = Documents(FIRST) if documents else None
-        got = fused_attention(qkv, H, K, None, None, True, False, of, scores)
+        got = AttentionCore(H, K)(qkv, documents=of, scores=scores)
         compare(got, qkv, dout, scores, FIRST if documents else 0 * FIRST)
     assert calls == [(4 if documents else B, B * T)] * 2
 
@@ -127,7 +126,7 @@ def over_ranks(
     with flash_twin.on_cpu() if flash else nullcontext():
         got = attention(part, documents=of, scores=scores._replace(sink=sink))
         got.backward(dout[:, mine])
-    wanted = fused_attention(qkv, H, K, None, None, True, documents=of, scores=scores)
+    wanted = AttentionCore(H, K)(qkv, documents=of, scores=scores)
     wanted.backward(dout)
     assert qkv.grad is not None
     pairs: list[Any] = [(got, wanted[:, mine]), (part.grad, qkv.grad[:, mine])]
@@ -167,7 +166,7 @@ def test_a_cap_is_computed_by_tiles_where_flash_attention_is(setting, documents,
     qkv, dout, scores = inputs(setting)
     with flash_twin.on_cpu() as calls:
         of = Documents(FIRST) if documents else None
-        got = fused_attention(qkv, H, K, None, None, True, False, of, scores)
+        got = AttentionCore(H, K)(qkv, documents=of, scores=scores)
         compare(got, qkv, dout, scores, FIRST if documents else 0 * FIRST)
     assert calls == []
 
@@ -177,4 +176,4 @@ def test_a_window_needs_causal_attention():
     with pytest.raises(
         UserError, match="attention with window = 3: not supported by models that are not causal"
     ):
-        fused_attention(qkv, H, K, None, None, False, scores=scores)
+        AttentionCore(H, K, causal=False)(qkv, scores=scores)

@@ -50,6 +50,11 @@ class Scores(NamedTuple):
     soft_cap: float = 0.0
     sink: Tensor | None = None
 
+    @property
+    def plain(self) -> bool:
+        """True if they change no score, but may hide some."""
+        return not self.soft_cap and self.sink is None
+
     def refuse(self, why: str, names: Sequence[str] = ("window", "soft_cap", "sink")) -> None:
         """Raises UserError: one of these is set. why: what does not compute it, and what does."""
         for name in names:
@@ -213,17 +218,16 @@ def attention(
     T, S = q.shape[1], k.shape[1]
     if not causal:
         scores.refuse(NOT_CAUSAL, ["window"])
-    plain = not scores.soft_cap and scores.sink is None
-    if has_flash(q) and plain and T == S and (documents is not None or scores.window):
+    if has_flash(q) and scores.plain and T == S and (documents is not None or scores.window):
         return _of_any_length(q, k, v, causal, documents, scores.window)
     mask = None
     if documents is not None:
         mask = documents.mask(causal)
-    elif causal and (T != S or scores.window or not plain):
+    elif causal and (T != S or scores.window or not scores.plain):
         mask = torch.ones(1, 1, T, S, dtype=torch.bool, device=q.device).tril(S - T)
     if scores.window and mask is not None:
         mask = mask.triu(S - T - scores.window + 1)
-    if not plain:
+    if not scores.plain:
         return _written_out(q, k, v, mask, scores)
     out = F.scaled_dot_product_attention(
         *(wide(x).transpose(1, 2) for x in (q, k, v)),
@@ -295,7 +299,7 @@ def qkv_attention(
     """
     if not causal:
         scores.refuse(NOT_CAUSAL, ["window"])
-    if native.usable(qkv) and not scores.soft_cap and scores.sink is None:
+    if native.usable(qkv) and scores.plain:
         window = scores.window if scores.window < qkv.shape[1] else 0
         return _QKVAttention.apply(qkv, heads, kv_heads, cos, sin, causal, recompute, documents, window)
     q, k, v = heads_of(qkv, heads, kv_heads, cos, sin)

@@ -28,7 +28,6 @@ from fivefold.kernels.blockwise_attention import (
     Shared,
     numbered,
     one_document,
-    qkv_attention,
 )
 from fivefold.kernels.partial_attention import (
     Queries,
@@ -38,23 +37,6 @@ from fivefold.kernels.partial_attention import (
     split_heads,
     split_heads_backward,
 )
-
-
-def fused_attention(
-    qkv: Tensor,
-    heads: int,
-    kv_heads: int,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    causal: bool,
-    recompute: bool = False,
-    documents: Documents | None = None,
-    scores: Scores = PLAIN,
-) -> Tensor:
-    """`qkv_attention`, with a cap or a sink by tiles or by flash attention."""
-    if scores.soft_cap or scores.sink is not None:
-        return attended(qkv, cos, sin, OneRank(heads, kv_heads, causal), Sees(documents, scores))
-    return qkv_attention(qkv, heads, kv_heads, cos, sin, causal, recompute, documents, scores)
 
 
 class Sees(NamedTuple):

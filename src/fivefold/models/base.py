@@ -31,7 +31,7 @@ from fivefold.sharding.parts import Part, Shape, boxes, local_shape
 
 if TYPE_CHECKING:
     from fivefold.kernels.blockwise_attention import Documents
-    from fivefold.models.layers import Cache, LayerCache
+    from fivefold.models.layers import Cache
 
 
 class LanguageModel(nn.Module, ABC):
@@ -136,18 +136,12 @@ class PreNormBlock(nn.Module):
         self.dropout = dropout
         self.ahead: Ahead | None = None  # set in blocks of multi-token prediction
 
-    def forward(
-        self,
-        x_BTD: Tensor,
-        *tables: Tensor,
-        cache: LayerCache | None = None,
-        documents: Documents | None = None,
-        tokens: Tensor | None = None,
-    ) -> Tensor:
-        """tables: the model's `context`. tokens: embedded, (B, T, D), for multi-token prediction."""
+    def forward(self, x_BTD: Tensor, *tables: Tensor, tokens: Tensor | None = None, **options: Any) -> Tensor:
+        """tables: the model's `context`. tokens: embedded, (B, T, D), for multi-token prediction. options: cache and
+        documents, if there are any."""
         if self.ahead is not None and tokens is not None:
             x_BTD = self.ahead(x_BTD, tokens)
-        attended_BTD = self.attention(self.norm1(x_BTD), *tables, cache=cache, documents=documents)
+        attended_BTD = self.attention(self.norm1(x_BTD), *tables, **options)
         x_BTD, normed_BTD = self.norm2(x_BTD, F.dropout(attended_BTD, self.dropout, self.training))
         x_BTD = x_BTD + F.dropout(self.mlp(normed_BTD), self.dropout, self.training)
         return x_BTD if self.ahead is None else self.ahead.norm(x_BTD)

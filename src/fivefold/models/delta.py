@@ -7,6 +7,8 @@ of the convolution, F = 2 K d + H e features that it mixes.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,6 +20,14 @@ from fivefold.kernels.elementwise import gated
 from fivefold.models.delta_work import widths_of
 from fivefold.models.layers import Core, Linear, RMSNorm, StateCache, Sublayer
 from fivefold.models.section import ModelSection, known
+
+
+class DeltaWeights(NamedTuple):
+    """What a core computes by: filters of the convolution, and of each head the decay's factor and offset."""
+
+    conv_FW: Tensor
+    a_log_H: Tensor
+    dt_H: Tensor
 
 
 class DeltaCore(Core):
@@ -38,45 +48,37 @@ class DeltaCore(Core):
     def forward(
         self,
         mixed: Tensor,
-        conv_FW: Tensor,
-        a_log_H: Tensor,
-        dt_H: Tensor,
+        by: DeltaWeights,
         documents: Documents | None = None,
         cache: StateCache | None = None,
     ) -> Tensor:
         first = None if documents is None else documents.first
-        weights = conv_FW, a_log_H, dt_H
         if cache is not None:
             state, tail = cache.before
-            out, state = self.compute(mixed, *weights, first, state, tail)
-            inputs = mixed[..., : len(conv_FW)]
+            out, state = self.compute(mixed, by, first, state, tail)
+            inputs, width = mixed[..., : len(by.conv_FW)], by.conv_FW.shape[1] - 1
             kept = inputs if tail is None else torch.cat((tail, inputs), 1)
-            width = conv_FW.shape[1] - 1
             cache.put(mixed.shape[1], state, F.pad(kept, (0, 0, width, 0))[:, -width:].clone())
         elif torch.is_grad_enabled():
-            out, _ = checkpoint(
-                self.compute, mixed, *weights, first, use_reentrant=False, preserve_rng_state=False
-            )
+            out, _ = checkpoint(self.compute, mixed, by, first, use_reentrant=False, preserve_rng_state=False)
         else:
-            out, _ = self.compute(mixed, *weights, first)
+            out, _ = self.compute(mixed, by, first)
         return out
 
     def compute(
         self,
         mixed: Tensor,
-        conv_FW: Tensor,
-        a_log_H: Tensor,
-        dt_H: Tensor,
+        by: DeltaWeights,
         first_BT: Tensor | None,
         state: Tensor | None = None,
         tail: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The outputs in the dtype of the inputs, and the state behind them. As in `gated_delta_rule`."""
-        qkv, beta, steps = mixed.split([len(conv_FW), self.heads, self.heads], -1)
-        qkv = F.silu(causal_convolution(qkv, conv_FW, tail, first_BT))
+        qkv, beta, steps = mixed.split([len(by.conv_FW), self.heads, self.heads], -1)
+        qkv = F.silu(causal_convolution(qkv, by.conv_FW, tail, first_BT))
         q, k, v = qkv.split(self.sections[:3], -1)
         q, k = (x.unflatten(-1, (self.kv_heads, -1)) for x in (q, k))
-        decay = -a_log_H.float().exp() * F.softplus(steps.float() + dt_H.float())
+        decay = -by.a_log_H.float().exp() * F.softplus(steps.float() + by.dt_H.float())
         v, beta = v.unflatten(-1, (self.heads, -1)), beta.float().sigmoid()
         out, state = gated_delta_rule(q, k, v, decay, beta, state, first_BT)
         return out.flatten(2).to(mixed.dtype), state
@@ -98,25 +100,13 @@ class DeltaAttention(Sublayer):
         self.norm = RMSNorm(w.value, known(model.norm_eps))
         self.out = Linear(w.heads * w.value, D, bias=False)
 
-    def forward(
-        self,
-        x_BTD: Tensor,
-        *tables: Tensor,
-        cache: StateCache | None = None,
-        documents: Documents | None = None,
-    ) -> Tensor:
-        return self.finish(self.in_proj(x_BTD), *tables, documents=documents, cache=cache)
+    def forward(self, x_BTD: Tensor, *tables: Tensor, **options: Any) -> Tensor:
+        return self.finish(self.in_proj(x_BTD), *tables, **options)
 
-    def finish(
-        self,
-        product: Tensor,
-        *tables: Tensor,
-        documents: Documents | None = None,
-        cache: StateCache | None = None,
-    ) -> Tensor:
-        """The first matmul's result -> (B, T, D)."""
+    def finish(self, product: Tensor, *tables: Tensor, **options: Any) -> Tensor:
+        """The first matmul's result -> (B, T, D). options: of the core."""
         H, e = len(self.a_log), self.core.value  # of this tensor-parallel rank
         mixed, gates = product.split([product.shape[-1] - H * e, H * e], -1)
-        out = self.core(mixed, self.conv_vectors, self.a_log, self.dt, documents, cache)
+        out = self.core(mixed, DeltaWeights(self.conv_vectors, self.a_log, self.dt), **options)
         normed = self.norm(out.unflatten(-1, (H, e))).flatten(-2)
         return self.out(gated(normed, gates, silu=True))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fivefold.kernels import cross_entropy, elementwise, matmul, native
 from fivefold.kernels.blockwise_attention import PLAIN, Documents, Scores, attention, heads_of, qkv_attention
-from fivefold.kernels.fused_attention import fused_attention
+from fivefold.kernels.fused_attention import OneRank, Sees, attended
 from fivefold.kernels.gpu import registry
 from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.models.section import ModelSection
@@ -153,7 +153,7 @@ class Core(nn.Module):
 
 class AttentionCore(Core):
     """Attention between projections: (B, T, (H + 2K) d) -> (B, T, H d). recompute: backward computes scores and softmax
-    again."""
+    again. With a cap or a sink, whose attention keeps none, by tiles or flash attention (`OneRank`)."""
 
     recompute = False
 
@@ -169,10 +169,10 @@ class AttentionCore(Core):
         documents: Documents | None = None,
         scores: Scores = PLAIN,
     ) -> Tensor:
-        attends = fused_attention if scores.soft_cap or scores.sink is not None else qkv_attention
-        return attends(
-            qkv, self.heads, self.kv_heads, cos_Td, sin_Td, self.causal, self.recompute, documents, scores
-        )
+        heads = self.heads, self.kv_heads
+        if not scores.plain:
+            return attended(qkv, cos_Td, sin_Td, OneRank(*heads, self.causal), Sees(documents, scores))
+        return qkv_attention(qkv, *heads, cos_Td, sin_Td, self.causal, self.recompute, documents, scores)
 
 
 class RegionInput(nn.Identity):
@@ -310,11 +310,8 @@ class Attention(Sublayer):
 
     def __init__(self, model: ModelSection, bias: bool, number: int = 0, causal: bool = True) -> None:
         super().__init__()
-        self.window, self.rotates, self.soft_cap = (
-            model.window(number),
-            model.rotates(number),
-            model.score_cap,
-        )
+        self.window, self.rotates = model.window(number), model.rotates(number)
+        self.soft_cap = model.score_cap
         heads, kv_heads, d = model.heads, model.kv_heads or model.heads, model.head_width
         bias = bias or self.biased
         self.sink_bias = nn.Parameter(torch.zeros(heads)) if self.sinks else None
@@ -323,20 +320,17 @@ class Attention(Sublayer):
         self.out = Linear(heads * d, model.dim, bias=bias and self.out_biased)
 
     def forward(
-        self,
-        x_BTD: Tensor,
-        *tables: Tensor,
-        cache: LayerCache | None = None,
-        documents: Documents | None = None,
+        self, x_BTD: Tensor, *tables: Tensor, cache: LayerCache | None = None, **options: Any
     ) -> Tensor:
         """tables: cosine and sine of the rotary angles (T, d/2), or nothing; then those of blocks with a window, if
-        these have their own."""
+        these have their own. options: of `finish`."""
         product = self.qkv(x_BTD)  # (B, T, (H + 2K) d), or with gates (B, T, (2H + 2K) d)
         if cache is None:
-            return self.finish(product, *tables, documents=documents)
+            return self.finish(product, *tables, **options)
         cos, sin = self.angles(tables) or (None, None)
         heads, (qkv, *gates) = (self.core.heads, self.core.kv_heads), self.divided(product)
-        return self.project(cached_attention(self.prepare(qkv), *heads, cos, sin, cache, self.scores), *gates)
+        qkv = self.prepare(qkv, *self.besides(tables))
+        return self.project(cached_attention(qkv, *heads, cos, sin, cache, self.scores), *gates)
 
     @property
     def scores(self) -> Scores:
@@ -346,7 +340,8 @@ class Attention(Sublayer):
     def finish(self, product: Tensor, *tables: Tensor, documents: Documents | None = None) -> Tensor:
         """Queries, keys and values (B, T, (H + 2K) d), and gates if there are -> (B, T, D)."""
         angles, (qkv, *gates) = self.angles(tables), self.divided(product)
-        attended = self.core(self.prepare(qkv), *angles, documents=documents, scores=self.scores)
+        qkv = self.prepare(qkv, *self.besides(tables))
+        attended = self.core(qkv, *angles, documents=documents, scores=self.scores)
         return self.project(attended, *gates)
 
     def divided(self, product: Tensor) -> tuple[Tensor, ...]:
@@ -366,6 +361,10 @@ class Attention(Sublayer):
         if not self.rotates:
             return ()
         return tables[2:] if self.window and len(tables) > 2 else tables[:2]
+
+    def besides(self, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """What `prepare` takes of a block's arguments."""
+        return ()
 
     def prepare(self, qkv: Tensor) -> Tensor:
         """Changes queries and keys before attention, such as by a norm of each head."""

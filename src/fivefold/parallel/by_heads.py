@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fivefold.comm import Axis
 from fivefold.kernels.blockwise_attention import Documents
-from fivefold.models.delta import DeltaCore
+from fivefold.models.delta import DeltaCore, DeltaWeights
 from fivefold.models.layers import StateCache
 from fivefold.parallel import operators
 from fivefold.parallel.autograd import sent
@@ -39,9 +39,7 @@ class DeltaByHeads(DeltaCore):
     def forward(
         self,
         mixed: Tensor,
-        conv_FW: Tensor,
-        a_log_H: Tensor,
-        dt_H: Tensor,
+        by: DeltaWeights,
         documents: Documents | None = None,
         cache: StateCache | None = None,
     ) -> Tensor:
@@ -55,8 +53,9 @@ class DeltaByHeads(DeltaCore):
         columns = columns or tuple(tuple(token_spans(self.layout, T, index)) for index in range(c))
         places, order = _order(columns, mixed.device)
         whole = arrived.transpose(0, 1).flatten(1, 2).index_select(1, order)  # (B, T, W)
-        conv = torch.cat([self._own(part) for part in conv_FW.split(of_all[:3])])
-        out = super().forward(whole, conv, self._own(a_log_H), self._own(dt_H), documents)
+        conv = torch.cat([self._own(part) for part in by.conv_FW.split(of_all[:3])])
+        own = DeltaWeights(conv, self._own(by.a_log_H), self._own(by.dt_H))
+        out = super().forward(whole, own, documents)
         leaving = out.index_select(1, places).unflatten(1, (c, -1)).transpose(0, 1)  # (c, B, t, W)
         return self._exchange(leaving).permute(1, 2, 0, 3).flatten(2)
 

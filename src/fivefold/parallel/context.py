@@ -32,13 +32,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from fivefold.comm import Axis, Started
-from fivefold.kernels.blockwise_attention import (
-    PLAIN,
-    Documents,
-    Scores,
-    Shared,
-)
-from fivefold.kernels.fused_attention import Core, Sees, attended, cores, fused_attention
+from fivefold.kernels.blockwise_attention import PLAIN, Documents, Scores, Shared
+from fivefold.kernels.fused_attention import Core, Sees, attended, cores
 from fivefold.kernels.partial_attention import (
     Queries,
     attend,
@@ -250,6 +245,11 @@ def _add_arrived(dkv: Tensor, coming_home: list[tuple[Started, Tensor]]) -> None
 class Ulysses(ContextAttention):
     """Attends with H/c heads to the whole sequence."""
 
+    def __init__(self, core: AttentionCore, axis: Axis, layout: Layout) -> None:
+        super().__init__(core, axis, layout)
+        assert core.heads % axis.size == core.kv_heads % axis.size == 0, "refused by the recipe's rules"
+        self.inner = AttentionCore(core.heads // axis.size, core.kv_heads // axis.size, core.causal)
+
     def forward(
         self,
         qkv: Tensor,
@@ -259,13 +259,10 @@ class Ulysses(ContextAttention):
         scores: Scores = PLAIN,
     ) -> Tensor:
         c = self.axis.size
-        assert self.heads % c == 0
-        assert self.kv_heads % c == 0
         whole = _WholeSequence.apply(qkv, cos_Td, sin_Td, self.heads, self.kv_heads, self.axis)
         if scores.sink is not None:
             scores = Scores(scores.window, scores.soft_cap, scores.sink.chunk(c)[self.axis.index])
-        heads = self.heads // c, self.kv_heads // c
-        out = fused_attention(whole, *heads, None, None, self.causal, self.recompute, documents, scores)
+        out = self.inner(whole, documents=documents, scores=scores)
 
         def forward(x: Tensor) -> Tensor:  # (B, T, H/c d) -> all heads of this rank's tokens (B, t, H d)
             leaving = x.unflatten(1, (c, -1)).transpose(0, 1).contiguous()  # (c, B, t, H/c d)

@@ -136,16 +136,12 @@ class LatentAttention(Sublayer):
         self.out = Linear(H * w.value, model.dim, bias=False)
 
     def forward(
-        self,
-        x_BTD: Tensor,
-        *tables: Tensor,
-        cache: LayerCache | None = None,
-        documents: Documents | None = None,
+        self, x_BTD: Tensor, *tables: Tensor, cache: LayerCache | None = None, **options: Any
     ) -> Tensor:
         """tables: cosine and sine of the rotary angles (T, rope_dim / 2)."""
         latents = self.latents(x_BTD)
         if cache is None:
-            return self.finish(latents, x_BTD, *tables, documents=documents)
+            return self.finish(latents, x_BTD, *tables, **options)
         H, qkv = self.core.heads, self.prepare(latents, x_BTD, *tables)
         return self.project(cached_attention(qkv, H, H, None, None, cache))
 

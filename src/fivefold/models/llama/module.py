@@ -8,17 +8,17 @@ Shapes: B batch, T tokens, D model width, d width of a head, V vocabulary.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fivefold.kernels.blockwise_attention import Documents
 from fivefold.models.base import LanguageModel, PreNormBlock, block_dict
 from fivefold.models.layers import (
     AddNorm,
     AddRMSNorm,
     Attention,
     Embedding,
-    LayerCache,
     Linear,
     RMSNorm,
     Sublayer,
@@ -30,18 +30,6 @@ from fivefold.models.section import ModelSection, known
 
 class Block(PreNormBlock):
     attention_type: type[Sublayer] = Attention
-
-    def __init__(self, model: ModelSection, number: int = 0) -> None:
-        D, eps = model.dim, known(model.norm_eps)
-        attention = self.attention_type(model, model.attention_bias, number)
-        mlp = SwiGLU(D, known(model.ffn_dim))
-        super().__init__(RMSNorm(D, eps), attention, AddRMSNorm(D, eps), mlp, model.dropout)
-
-
-class SandwichBlock(PreNormBlock):
-    """x + norm1_after(attention(norm1(x))), then the same with the feed-forward layer (Gemma 2, arXiv 2408.00118)."""
-
-    attention_type: type[Attention] = Attention
     mlp_type: type[SwiGLU] = SwiGLU
     norm_types: tuple[type[RMSNorm], type[AddNorm]] = (RMSNorm, AddRMSNorm)
 
@@ -50,18 +38,20 @@ class SandwichBlock(PreNormBlock):
         attention = self.attention_type(model, model.attention_bias, number)
         mlp = self.mlp_type(model.dim, known(model.ffn_dim))
         super().__init__(norm(*size), attention, add_norm(*size), mlp, model.dropout)
-        self.norm1_after, self.norm2_after = norm(*size), norm(*size)
 
-    def forward(
-        self,
-        x_BTD: Tensor,
-        *tables: Tensor,
-        cache: LayerCache | None = None,
-        documents: Documents | None = None,
-    ) -> Tensor:
-        attended_BTD = self.attention(self.norm1(x_BTD), *tables, cache=cache, documents=documents)
-        attended_BTD = F.dropout(self.norm1_after(attended_BTD), self.dropout, self.training)
-        x_BTD, normed_BTD = self.norm2(x_BTD, attended_BTD)
+
+class SandwichBlock(Block):
+    """x + norm1_after(attention(norm1(x))), then the same with the feed-forward layer (Gemma 2, arXiv 2408.00118)."""
+
+    def __init__(self, model: ModelSection, number: int = 0) -> None:
+        super().__init__(model, number)
+        self.norm1_after, self.norm2_after = (
+            self.norm_types[0](model.dim, known(model.norm_eps)) for _ in range(2)
+        )
+
+    def forward(self, x_BTD: Tensor, *tables: Tensor, **options: Any) -> Tensor:
+        attended_BTD = self.norm1_after(self.attention(self.norm1(x_BTD), *tables, **options))
+        x_BTD, normed_BTD = self.norm2(x_BTD, F.dropout(attended_BTD, self.dropout, self.training))
         return x_BTD + F.dropout(self.norm2_after(self.mlp(normed_BTD)), self.dropout, self.training)
 
 

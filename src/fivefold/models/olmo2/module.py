@@ -6,12 +6,13 @@ Shapes: B batch, T tokens, D model width, H query heads, K key heads, d width of
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fivefold.kernels.blockwise_attention import Documents
-from fivefold.models.layers import Attention, LayerCache, RMSNorm, SwiGLU, WideRMSNorm
+from fivefold.models.layers import Attention, RMSNorm, SwiGLU, WideRMSNorm
 from fivefold.models.llama import module as llama
 from fivefold.models.olmo2.card import normed
 from fivefold.models.section import ModelSection, known
@@ -40,14 +41,8 @@ class Block(nn.Module):
         self.mlp = SwiGLU(model.dim, known(model.ffn_dim))
         self.norm2 = RMSNorm(model.dim, known(model.norm_eps))
 
-    def forward(
-        self,
-        x_BTD: Tensor,
-        *tables: Tensor,
-        cache: LayerCache | None = None,
-        documents: Documents | None = None,
-    ) -> Tensor:
-        attended_BTD = self.norm1(self.attention(x_BTD, *tables, cache=cache, documents=documents))
+    def forward(self, x_BTD: Tensor, *tables: Tensor, **options: Any) -> Tensor:
+        attended_BTD = self.norm1(self.attention(x_BTD, *tables, **options))
         x_BTD = x_BTD + F.dropout(attended_BTD, self.dropout, self.training)
         return x_BTD + F.dropout(self.norm2(self.mlp(x_BTD)), self.dropout, self.training)
 

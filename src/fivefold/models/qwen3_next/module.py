@@ -4,26 +4,24 @@ a gate; norms whose scales are added to 1."""
 
 from __future__ import annotations
 
-from fivefold.models.base import PreNormBlock
 from fivefold.models.delta import DeltaAttention
-from fivefold.models.layers import AddUnitRMSNorm, SwiGLU, UnitRMSNorm
+from fivefold.models.layers import AddUnitRMSNorm, UnitRMSNorm
+from fivefold.models.llama import module as llama
 from fivefold.models.moe import module as moe
 from fivefold.models.qwen3 import module as qwen3
-from fivefold.models.section import ModelSection, known
+from fivefold.models.section import ModelSection
 
 
 class GatedAttention(qwen3.NormedAttention):
     norm_type, gated = UnitRMSNorm, True
 
 
-class Block(PreNormBlock):
+class Block(llama.Block):
+    norm_types = (UnitRMSNorm, AddUnitRMSNorm)
+
     def __init__(self, model: ModelSection, number: int = 0) -> None:
-        size = model.dim, known(model.norm_eps)
-        kind = DeltaAttention if model.linear(number) else GatedAttention
-        mlp = SwiGLU(model.dim, known(model.ffn_dim))
-        super().__init__(
-            UnitRMSNorm(*size), kind(model, False, number), AddUnitRMSNorm(*size), mlp, model.dropout
-        )
+        self.attention_type = DeltaAttention if model.linear(number) else GatedAttention
+        super().__init__(model, number)
 
 
 class Model(moe.Model):

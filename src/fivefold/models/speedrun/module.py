@@ -26,16 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fivefold.models.base import PreNormBlock, block_dict
-from fivefold.models.layers import (
-    AddRMSNorm,
-    Embedding,
-    LayerCache,
-    Linear,
-    RMSNorm,
-    Sublayer,
-    SwiGLU,
-    cached_attention,
-)
+from fivefold.models.layers import AddRMSNorm, Embedding, Linear, RMSNorm, Sublayer, SwiGLU
 from fivefold.models.qwen3 import module as qwen3
 from fivefold.models.section import ModelSection, known
 from fivefold.models.speedrun.card import takes_skip, values_width
@@ -78,21 +69,11 @@ class _Squared(Function):
 class Attention(qwen3.NormedAttention):
     """tables: cosine and sine, and in blocks that have them the tokens' own values (B, T, K d)."""
 
-    def forward(
-        self, x_BTD: Tensor, *tables: Tensor, cache: LayerCache | None = None, documents: Any = None
-    ) -> Tensor:
-        qkv = self.qkv(x_BTD)
-        if cache is None:
-            return self.finish(qkv, *tables, documents=documents)
-        cos, sin, *values = tables
-        heads, kv_heads = self.core.heads, self.core.kv_heads
-        qkv = self.prepare(qkv, *values)
-        return self.out(cached_attention(qkv, heads, kv_heads, cos, sin, cache, self.scores))
+    def angles(self, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tables[:2]
 
-    def finish(self, product: Tensor, *tables: Tensor, documents: Any = None) -> Tensor:
-        cos, sin, *values = tables
-        qkv = self.prepare(product, *values)
-        return self.out(self.core(qkv, cos, sin, documents=documents, scores=self.scores))
+    def besides(self, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tables[2:]
 
     def prepare(self, qkv: Tensor, values_BTv: Tensor | None = None) -> Tensor:
         heads, kv_heads = self.core.heads, self.core.kv_heads
