@@ -57,4 +57,4 @@ def overrides(arch: str) -> list[str]:
 
 
 def small(arch: str, **fields: Any) -> ModelSection:
-    return ModelSection(**{"arch": arch, "kv_heads": 2} | FAMILIES[arch] | fields)
+    return ModelSection(**{"arch": arch, "kv_heads": 2} | FAMILIES.get(arch, {}) | fields)

@@ -1,22 +1,31 @@
 """Techniques of speedruns: squared ReLU, value embeddings, skips, projections that start at zero. Layouts against one
 process, what is computed, what is refused."""
 
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from families import small
 from layouts import compared, compiled, tiny
 from marks import only
 from torch.nn import functional as F
 
 from fivefold.errors import UserError
 from fivefold.kernels.blockwise_attention import heads_of
+from fivefold.models import ARCHITECTURES, file_of
 from fivefold.models.base import build
 from fivefold.models.card import card_of
 from fivefold.models.hf import hf_config
 from fivefold.models.speedrun.module import SquaredReLU
-from fivefold.recipe import change, load, resolve
+from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.memory.model_states import rank_elements
+from fivefold.plan.setting import FIVEFOLD, setting
+from fivefold.plan.time.time import update
+from fivefold.recipe import change, load, resolve, resolve_model
+from fivefold.sharding.layout import Layout
 from fivefold.step.state import build_state
 from fivefold.step.step import set_windows
 from fivefold.train.verify import alone
@@ -224,6 +233,30 @@ def test_qk_clip_lowers_the_scores_of_single_heads(room: Path, kind: tuple[str, 
 def test_qk_clip_is_refused(changes: list[str], said: str) -> None:
     with pytest.raises(UserError, match=said):
         load("quickstart", ["optim.qk_clip=100", *changes])
+
+
+@pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if file_of(arch, "card").Card.rotary])
+def test_every_row_of_queries_and_keys_is_told(arch: str) -> None:
+    """Also of models that QK-clip refuses today."""
+    card = card_of(resolve_model(small(arch), vocab_size=64))
+    for name, sections in card.score_rows().items():
+        rows = sum(heads * sum(width for width, _ in each) for heads, each in sections)
+        found = {s[0] for n, s in card.parameters.items() if n.endswith(f"{name}.weight")}
+        assert found == {rows}, name
+
+
+def test_qk_clip_is_priced() -> None:
+    """A pass over queries and keys in each forward, and on GPUs without ZeRO the weights once more in each step."""
+    model, found = model_of("model.kv_heads=2", "model.arch=llama"), {}
+    for clip, zero in product((False, True), (0, 1)):
+        software, layout = replace(FIVEFOLD, qk_clip=clip), Layout(dp_shard=2 if zero else 1, zero=zero)
+        s = setting(model, layout, parse("h100:2"), 1, 1, "bf16", software)
+        found[clip, zero] = s, update(s, rank_elements(s)[0])
+    (op,) = [op for op in found[True, 0][0].last_block if op.attention]
+    (plain,) = [op for op in found[False, 0][0].last_block if op.attention]
+    assert (op.forward - plain.forward, op.backward) == (16 * (4 + 2) * 8 * 2, plain.backward)
+    assert found[True, 1][1] == found[False, 1][1]
+    assert 1.1 < found[True, 0][1] / found[False, 0][1] < 1.3
 
 
 RAMPED = (

@@ -215,7 +215,8 @@ class Card(ABC):
     def score_rows(self) -> Mapping[str, ScoreRows]:
         """The linear layers of a block that make queries and keys, for QK-clip (step/qk_clip.py)."""
         d, H, K = self.model.head_width, self.model.heads, self.model.kv_heads or self.model.heads
-        return {"attention.qkv": ((H, ((d, 0.5),)), (K, ((d, 0.5),)), (K, ((d, 0.0),)))}
+        gates = ((H, ((d, 0.0),)),) * self.gated_attention
+        return {"attention.qkv": ((H, ((d, 0.5),)), (K, ((d, 0.5),)), (K, ((d, 0.0),)), *gates)}
 
     @property
     def score_maxima(self) -> tuple[int, int]:

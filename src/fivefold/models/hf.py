@@ -122,6 +122,20 @@ def experts(
     ]
 
 
+def mixture(ours: str, theirs: str, model: ModelSection, shared: str = "") -> list[Entry]:
+    """The weights of a router and of its experts. shared: their name of the shared experts, if there are any."""
+    table = [
+        *same(f"{ours}.router", f"{theirs}.gate"),
+        *experts(f"{ours}.experts", f"{theirs}.experts", model),
+    ]
+    if not shared:
+        return table
+    both = tuple(f"{theirs}.{shared}.{kind}_proj.weight" for kind in ("gate", "up"))
+    width = (model.expert_ffn_dim or 0) * (model.shared_experts or 0)
+    down = same(f"{ours}.shared.down", f"{theirs}.{shared}.down_proj")
+    return [*table, Entry(f"{ours}.shared.gate_up.weight", both, (width, width)), *down]
+
+
 def _exchange_of(model: ModelSection) -> ModuleType:
     """The map of a model's architecture. Raises UserError: fields have other values than the format can express (its
     table EXPRESSED)."""

@@ -170,6 +170,7 @@ class Program:
     early_weights: experts' results have their router's weights before the last matmul, so backward does not need them.
     late_experts: a schedule that defers weight gradients defers those of experts, too.
     once_per_node: a row crosses to a node once, however many of its experts are there; a group of experts is a node.
+    qk_clip: the largest queries and keys are found in each forward, and agreed on in each step (step/qk_clip.py).
     """
 
     attention: Literal["flash", "blocks", "plain"] = "flash"
@@ -192,6 +193,7 @@ class Program:
     early_weights: bool = False
     late_experts: bool = False
     once_per_node: bool = False
+    qk_clip: bool = False
 
     @property
     def joined(self) -> bool:

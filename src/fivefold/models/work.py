@@ -68,10 +68,19 @@ def post_norm_block(
         norm("norm1", s, program, "attended" if program.joined else "stream"),
         add("add1", s, program, mask),
         replace(second, saved=(Saved("mlp input", kept_input(second, s), "stream"), *second.saved)),
-        *mlp[1:-1],
-        replace(mlp[-1], part="gate" if program.joined else mlp[-1].part),
-        norm("norm2", s, program, "fed" if program.joined else "stream"),
+        *normed_behind("norm2", s, program, mlp[1:]),
         add("add2", s, program, mask),
+    ]
+
+
+def normed_behind(name: str, s: Sizes, program: Program, mlp: list[Operation]) -> list[Operation]:
+    """A feed-forward layer, or its end, with a norm of its output."""
+    *others, last = mlp
+    joined = program.joined
+    return [
+        *others,
+        replace(last, part="gate" if joined else last.part),
+        norm(name, s, program, "fed" if joined else "stream"),
     ]
 
 
@@ -79,22 +88,12 @@ def sandwich_block(
     s: Sizes, program: Program, attended: list[Operation], mlp: list[Operation]
 ) -> list[Operation]:
     """A block with norms of the sublayers' inputs and of their outputs."""
-    mask = dropout_mask(s, program)
-    behind, fed = ("attended", "fed") if program.joined else ("stream", "stream")
-    second = norm("norm2", s, program, "stream", mlp[0])
-    if program.joined:  # its input is made again from the block's, and attention's
-        second = replace(second, saved=second.saved[1:])
-    return [
-        norm("norm1", s, program, "input", attended[0]),
-        *attended,
-        norm("norm1 after", s, program, behind),
-        add("add1", s, program, mask),
-        second,
-        *mlp[:-1],
-        replace(mlp[-1], part="gate" if program.joined else mlp[-1].part),
-        norm("norm2 after", s, program, fed),
-        add("add2", s, program, mask),
-    ]
+    after = norm("norm1 after", s, program, "attended" if program.joined else "stream")
+    ops = block(s, program, [*attended, after], normed_behind("norm2 after", s, program, mlp))
+    if not program.joined:
+        return ops
+    # The second norm's input is made again from the block's, and attention's.
+    return [replace(op, saved=op.saved[1:]) if op.name == "norm2" else op for op in ops]
 
 
 def kept_input(first: Operation, s: Sizes) -> float:
@@ -357,13 +356,14 @@ def core(
         saved = (*saved, Saved("attention output before its exchange", N * value * e, "inner"))
     if s.cp > 1 and s.cp_method == "all_gather":
         besides += N * (qkv - q) * s.cp * (e + 4)  # all keys and values, and fp32 sums of gradients
+    clip = program.qk_clip
     return [
         Operation(
             "attention",
             attention=2.0 * N * T * (q + value) * share * seen.share,
-            forward=turned + copied,
+            forward=turned + copied + clip * N * (s.qkv + q) / 2 * e,  # queries and keys are read once more
             backward=turned + copied_again,
-            kernels=1 if not rotary or program.fused else 20 if program.eager else 5,
+            kernels=(1 if not rotary or program.fused else 20 if program.eager else 5) + 4 * clip,
             sent_forward=forward,
             sent_backward=backward,
             saved=saved,

@@ -201,12 +201,11 @@ class Software(Program):
     collective that adds up shards of gradients. kernel: seconds between two kernels of the device. host: seconds the
     host takes to issue a block's forward, and as long again for its backward. step: fixed seconds per step.
     optimizer_passes: how often an unfused optimizer reads and writes its memory. optimizer: its name in the registry.
-    estimates: forwards and backwards per step that only estimate the curvature. qk_clip: ranks agree on the largest
-    queries and keys (step/qk_clip.py). checked: each update is checked by the largest weight (step/step.py).
-    fp8_dispatch: rows travel to experts in 8 bits. fp8_scaling, fp8_skips: the recipe's, the latter of first and last
-    blocks. delayed: numbers of 8 bits have scales of earlier steps (Transformer Engine), so each activation, gradient,
-    and once per step each weight, is read once and written in the orders of all products. documents: those that
-    attention does not cross; None: sequences are whole.
+    estimates: forwards and backwards per step that only estimate the curvature. checked: each update is checked by the
+    largest weight (step/step.py). fp8_dispatch: rows travel to experts in 8 bits. fp8_scaling, fp8_skips: the recipe's,
+    the latter of first and last blocks. delayed: numbers of 8 bits have scales of earlier steps (Transformer Engine),
+    so each activation, gradient, and once per step each weight, is read once and written in the orders of all products.
+    documents: those that attention does not cross; None: sequences are whole.
     """
 
     name: str = "fivefold"
@@ -223,7 +222,6 @@ class Software(Program):
     optimizer_passes: float = 1.0
     optimizer: str = OPTIMIZER
     estimates: float = 0.0
-    qk_clip: bool = False
     checked: bool = True
     fp8_dispatch: bool = False
     fp8_scaling: str = SCALINGS[0]

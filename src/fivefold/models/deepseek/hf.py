@@ -8,7 +8,7 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from fivefold.models.deepseek.card import widths_of
-from fivefold.models.hf import Entry, Fields, experts, same
+from fivefold.models.hf import Entry, Fields, mixture, same
 from fivefold.models.llama import hf as llama
 from fivefold.models.section import MOST_EXPERTS, ModelSection
 
@@ -51,7 +51,6 @@ FIELDS: Fields = llama.FIELDS | {
 
 def entries(model: ModelSection) -> list[Entry]:
     table, w = [], widths_of(model)
-    width = (model.expert_ffn_dim or 0) * (model.shared_experts or 0)
     for entry in llama.entries(model):
         block = int(entry.ours.split(".")[1]) if entry.ours.startswith("blocks.") else 0
         if ".attention.qkv" in entry.ours:
@@ -59,14 +58,8 @@ def entries(model: ModelSection) -> list[Entry]:
                                 w.kv_rank + w.rope)  # fmt: skip
         elif ".mlp.gate_up" in entry.ours and block >= model.dense_layers:
             ours, theirs = f"blocks.{block}.mlp", f"model.layers.{block}.mlp"
-            both = tuple(f"{theirs}.shared_experts.{kind}_proj.weight" for kind in ("gate", "up"))
-            table += [
-                *same(f"{ours}.router", f"{theirs}.gate"),
-                Entry(f"{ours}.router.bias", (f"{theirs}.gate.e_score_correction_bias",)),
-                *experts(f"{ours}.experts", f"{theirs}.experts", model),
-                Entry(f"{ours}.shared.gate_up.weight", both, (width, width)),
-                *same(f"{ours}.shared.down", f"{theirs}.shared_experts.down_proj"),
-            ]
+            table.append(Entry(f"{ours}.router.bias", (f"{theirs}.gate.e_score_correction_bias",)))
+            table += mixture(ours, theirs, model, "shared_experts")
         elif ".mlp." not in entry.ours or block < model.dense_layers:
             table.append(entry)
     for block in range(model.layers, model.blocks):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fivefold.models.hf import Entry, Fields, experts, same
+from fivefold.models.hf import Entry, Fields, mixture
 from fivefold.models.llama import hf as llama
 from fivefold.models.moe import hf as moe
 from fivefold.models.qwen3 import hf as qwen3
@@ -33,8 +33,7 @@ def entries(model: ModelSection) -> list[Entry]:
     table = [entry for entry in qwen3.entries(model) if ".mlp." not in entry.ours]
     for i in range(model.layers):
         ours, theirs = f"blocks.{i}.mlp", f"model.layers.{i}.mlp"
-        table += same(f"{ours}.router", f"{theirs}.gate")
-        table += experts(f"{ours}.experts", f"{theirs}.experts", model)
+        table += mixture(ours, theirs, model)
     return table
 
 

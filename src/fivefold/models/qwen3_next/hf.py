@@ -9,7 +9,7 @@ from typing import Any
 
 from fivefold.errors import UserError
 from fivefold.models.delta_work import Widths, widths_of
-from fivefold.models.hf import Entry, Fields, every_nth_full, experts, rotary_order, same
+from fivefold.models.hf import Entry, Fields, every_nth_full, mixture, rotary_order, same
 from fivefold.models.llama import hf as llama
 from fivefold.models.moe import hf as moe
 from fivefold.models.phi3 import hf as phi3
@@ -62,7 +62,9 @@ def entries(model: ModelSection) -> list[Entry]:
         elif entry.ours.endswith("attention.out.weight") and linear:
             table += same(f"{ours}.attention.out", f"{theirs}.linear_attn.out_proj")
         elif entry.ours.endswith("mlp.gate_up.weight"):
-            table += _mixture(f"{ours}.mlp", f"{theirs}.mlp", model)
+            table += mixture(f"{ours}.mlp", f"{theirs}.mlp", model, "shared_expert")
+            gate = f"{theirs}.mlp.shared_expert_gate.weight"
+            table.append(Entry(f"{ours}.mlp.shared_gate_vectors", (gate,)))
         elif ".mlp." not in entry.ours:
             table.append(entry)
     return [_unit(entry) if "norm" in entry.ours else entry for entry in table]
@@ -105,18 +107,6 @@ def _linear(ours: str, theirs: str, w: Widths) -> list[Entry]:
         Entry(f"{ours}.dt", (f"{theirs}.dt_bias",)),
         Entry(f"{ours}.in_proj.weight", both, (scalars, 2 * w.heads), order=order),
         *same(f"{ours}.norm", f"{theirs}.norm"),
-    ]
-
-
-def _mixture(ours: str, theirs: str, model: ModelSection) -> list[Entry]:
-    width = (model.expert_ffn_dim or 0) * (model.shared_experts or 0)
-    both = tuple(f"{theirs}.shared_expert.{kind}_proj.weight" for kind in ("gate", "up"))
-    return [
-        Entry(f"{ours}.shared_gate_vectors", (f"{theirs}.shared_expert_gate.weight",)),
-        *same(f"{ours}.router", f"{theirs}.gate"),
-        *experts(f"{ours}.experts", f"{theirs}.experts", model),
-        Entry(f"{ours}.shared.gate_up.weight", both, (width, width)),
-        *same(f"{ours}.shared.down", f"{theirs}.shared_expert.down_proj"),
     ]
 
 

@@ -68,6 +68,8 @@ def update(s: Setting, own: Elements) -> float:
     moved = update_traffic(b.gradient, b.master or b.working, b.moments, b.working)
     size = kept * (moved + rounding_traffic(b.copied))
     size *= s.software.optimizer_passes * OPTIMIZERS[s.software.optimizer].reads
+    if s.software.qk_clip and b.master and not (s.layout.zero or s.cluster.on_cpu):
+        size += own.keeps * (b.master + b.working)  # refreshed again, whether or not a head was clipped
     size += kept * s.software.check_traffic(s.cluster.on_cpu or not (s.layout.zero or b.copied))
     again = not (PRECISIONS[s.mode].weight or s.software.delayed)  # along the other dim
     more = (bool(each) and again for each in (s.kept_rounded, s.states.rounded))
