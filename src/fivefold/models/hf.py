@@ -184,11 +184,8 @@ def for_hf(state: Mapping[str, Weight], model: ModelSection) -> dict[str, Weight
             continue
         if order:
             weight = replace(weight, read=partial(_reordered, weight, order))
-        if entry.shape:
-            theirs[entry.theirs[0]] = Weight(entry.shape, weight.dtype, partial(_shaped, weight, entry.shape))
-            continue
         for name, shape in zip(entry.theirs, shapes, strict=True):
-            read = partial(_theirs, weight, entry.transpose, start, start + shape[0])
+            read = partial(_theirs, weight, entry.transpose, start, shape)
             theirs[name], start = Weight(shape, weight.dtype, read), start + shape[0]
     for name, original in _copies(_exchange_of(model), model).items():
         weight = theirs[original]  # files have no two names for one weight
@@ -196,17 +193,16 @@ def for_hf(state: Mapping[str, Weight], model: ModelSection) -> dict[str, Weight
     return theirs
 
 
-def _shaped(weight: Weight, shape: Shape) -> Tensor:
-    return weight.read().view(shape)
-
-
-def _theirs(weight: Weight, transpose: bool, start: int, stop: int) -> Tensor:
+def _theirs(weight: Weight, transpose: bool, start: int, shape: Shape) -> Tensor:
+    """A tensor of theirs of this shape: rows of ours, from `start` on."""
+    stop = start + shape[0]
     if transpose:
         return weight.read().t().contiguous()[start:stop]
     each = weight.shape[1] if len(weight.shape) == 3 else 1  # experts, one under the other
     first = start // each
     tensor = weight.read((first, -(-stop // each)))
-    return (tensor.flatten(0, 1) if tensor.ndim == 3 else tensor)[start - first * each : stop - first * each]
+    tensor = tensor.flatten(0, 1) if tensor.ndim == 3 else tensor
+    return tensor[start - first * each : stop - first * each].reshape(shape)
 
 
 def _stack(

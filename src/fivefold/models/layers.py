@@ -169,10 +169,14 @@ class AttentionCore(Core):
         documents: Documents | None = None,
         scores: Scores = PLAIN,
     ) -> Tensor:
+        return self.fused(qkv, cos_Td, sin_Td, Sees(documents, scores))
+
+    def fused(self, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, sees: Sees) -> Tensor:
+        """`forward`; what cores over ranks replace."""
         heads = self.heads, self.kv_heads
-        if not scores.plain:
-            return attended(qkv, cos_Td, sin_Td, OneRank(*heads, self.causal), Sees(documents, scores))
-        return qkv_attention(qkv, *heads, cos_Td, sin_Td, self.causal, self.recompute, documents, scores)
+        if not sees.scores.plain:
+            return attended(qkv, cos, sin, OneRank(*heads, self.causal), sees)
+        return qkv_attention(qkv, *heads, cos, sin, self.causal, self.recompute, *sees)
 
 
 class RegionInput(nn.Identity):
@@ -209,21 +213,12 @@ class Output(nn.Module):
     ) -> Tensor:
         if targets_BT is None:
             return self.capped(matmul.linear(x_BTD, weight_VD, bias_V).float())
+        given = x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), bias_V, self.z_factor
         if self.in_triton(x_BTD):
             from fivefold.kernels.gpu import loss  # with Triton, which takes half a second
 
-            return loss.linear_cross_entropy(
-                x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), bias_V, self.z_factor
-            )
-        return matmul.linear_cross_entropy(
-            x_BTD.flatten(0, 1),
-            weight_VD,
-            targets_BT.flatten(),
-            bias_V,
-            self.z_factor,
-            self.drawing,
-            self.cap,
-        )
+            return loss.linear_cross_entropy(*given)
+        return matmul.linear_cross_entropy(*given, self.drawing, self.cap)
 
     def capped(self, logits: Tensor) -> Tensor:
         return self.cap * torch.tanh(logits / self.cap) if self.cap else logits

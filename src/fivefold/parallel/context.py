@@ -141,15 +141,8 @@ class OverRanks(ContextAttention, Core):
     registered: tuple[Core, ...] = ()
     """The one in `cores`, which computes the same and stays while a block lives. In a tuple: not a part of this one."""
 
-    def forward(
-        self,
-        qkv: Tensor,
-        cos_Td: Tensor | None = None,
-        sin_Td: Tensor | None = None,
-        documents: Documents | None = None,
-        scores: Scores = PLAIN,
-    ) -> Tensor:
-        return attended(qkv, cos_Td, sin_Td, self, Sees(documents, scores))
+    def fused(self, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, sees: Sees) -> Tensor:
+        return attended(qkv, cos, sin, self, sees)
 
 
 class RingAttention(OverRanks):
@@ -250,18 +243,11 @@ class Ulysses(ContextAttention):
         assert core.heads % axis.size == core.kv_heads % axis.size == 0, "refused by the recipe's rules"
         self.inner = AttentionCore(core.heads // axis.size, core.kv_heads // axis.size, core.causal)
 
-    def forward(
-        self,
-        qkv: Tensor,
-        cos_Td: Tensor | None = None,
-        sin_Td: Tensor | None = None,
-        documents: Documents | None = None,
-        scores: Scores = PLAIN,
-    ) -> Tensor:
-        c = self.axis.size
-        whole = _WholeSequence.apply(qkv, cos_Td, sin_Td, self.heads, self.kv_heads, self.axis)
+    def fused(self, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, sees: Sees) -> Tensor:
+        c, (documents, scores) = self.axis.size, sees
+        whole = _WholeSequence.apply(qkv, cos, sin, self.heads, self.kv_heads, self.axis)
         if scores.sink is not None:
-            scores = Scores(scores.window, scores.soft_cap, scores.sink.chunk(c)[self.axis.index])
+            scores = scores._replace(sink=scores.sink.chunk(c)[self.axis.index])
         out = self.inner(whole, documents=documents, scores=scores)
 
         def forward(x: Tensor) -> Tensor:  # (B, T, H/c d) -> all heads of this rank's tokens (B, t, H d)

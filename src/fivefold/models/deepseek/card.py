@@ -60,12 +60,12 @@ class Card(moe.Card):
     grouped_queries = free_heads = attention_biases = False
     latent_attention = multi_token = True
     shared, score, balance = 1, "sigmoid", "bias"
+    eps = 1e-6
 
     def defaults(self) -> dict[str, Any]:
         model = self.model
         nope = model.nope_dim or max(1, model.dim // model.heads)
         return super().defaults() | {
-            "norm_eps": 1e-6,
             "query_rank": max(1, model.dim // 2),
             "kv_rank": max(1, model.dim // 4),
             "nope_dim": nope,

@@ -53,9 +53,9 @@ def to_config(model: ModelSection) -> dict[str, Any]:
 
 
 def common(model: ModelSection) -> dict[str, Any]:
-    """Keys of all Gemmas. Theirs has a padding token by default, whose row of the embedding gets no gradient."""
+    """Keys of all Gemmas."""
     config = {key: value for key, value in llama.decoder(model).items() if key != "hidden_act"}
-    gate = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "pad_token_id": None}
+    gate = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
     return config | gate | {"query_pre_attn_scalar": model.score_width or model.head_width}
 
 

@@ -42,8 +42,7 @@ def entries(model: ModelSection) -> list[Entry]:
 
 
 def to_config(model: ModelSection) -> dict[str, Any]:
-    """Theirs has a padding token by default, whose row of the embedding gets no gradient."""
-    config = llama.decoder(model) | {"attention_bias": model.attention_bias, "pad_token_id": None}
+    config = llama.decoder(model) | {"attention_bias": model.attention_bias}
     return config | phi3.partial_rotation(model)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from fivefold.models import card, delta_work
 from fivefold.models.card import round_up
-from fivefold.models.tables import attention, block, rms_norm, swiglu, under
+from fivefold.models.tables import attention, block, rms_norm, swiglu, under, unit_rms_norm
 from fivefold.sharding.parts import Shape
 
 
@@ -18,14 +18,18 @@ class Card(card.Card):
     gated = True
     free_heads = True
     attention_biases = True
+    eps, ties = 1e-5, False
+    """Defaults of `norm_eps` and `tie_embeddings`."""
+    unit_norms = False
+    """True if scales of norms are added to 1."""
 
     def defaults(self) -> dict[str, Any]:
         """Sets F to 8/3 D, rounded up to a multiple of 64."""
         return {
             "kv_heads": self.model.heads,
             "ffn_dim": round_up(-(-8 * self.model.dim // 3), 64),
-            "tie_embeddings": False,
-            "norm_eps": 1e-5,
+            "tie_embeddings": self.ties,
+            "norm_eps": self.eps,
         }
 
     def table(self) -> dict[str, Shape]:
@@ -33,7 +37,7 @@ class Card(card.Card):
         return {"embed.weight": (V, D)} | self.blocks() | under("norm", self.norm(D)) | self.output()
 
     def norm(self, D: int) -> dict[str, Shape]:
-        return rms_norm(D)
+        return unit_rms_norm(D) if self.unit_norms else rms_norm(D)
 
     def block(self, number: int) -> dict[str, Shape]:
         norm = self.norm(self.model.dim)

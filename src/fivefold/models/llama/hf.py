@@ -78,6 +78,7 @@ def decoder(model: ModelSection) -> dict[str, Any]:
         "rope_scaling": _scaling(model),
         "rope_parameters": (_scaling(model) or {"rope_type": "default"}) | {"rope_theta": model.rope_theta},
         "attention_dropout": 0.0,
+        "pad_token_id": None,  # or its row of the embedding has no gradient, in kinds that have one by default
     }
 
 

@@ -25,5 +25,4 @@ def entries(model: ModelSection) -> list[Entry]:
 
 
 def to_config(model: ModelSection) -> dict[str, Any]:
-    # Theirs is 1 by default, and that row of the embedding gets no gradient.
-    return llama.decoder(model) | {"attention_bias": model.attention_bias, "pad_token_id": None}
+    return llama.decoder(model) | {"attention_bias": model.attention_bias}

@@ -42,8 +42,7 @@ def fused(entry: Entry, name: str, order: tuple[int, ...] = ()) -> Entry:
 
 
 def to_config(model: ModelSection) -> dict[str, Any]:
-    """Theirs has a padding token by default, whose row of the embedding gets no gradient."""
-    config = llama.decoder(model) | {"sliding_window": model.sliding_window or None, "pad_token_id": None}
+    config = llama.decoder(model) | {"sliding_window": model.sliding_window or None}
     return config | partial_rotation(model)
 
 

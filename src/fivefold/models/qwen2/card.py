@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fivefold.models.llama import card as llama
 
 
 class Card(llama.Card):
     summary = "llama with biases of queries, keys and values"
     attention_biases, qkv_biased, out_biased = False, True, False
-
-    def defaults(self) -> dict[str, Any]:
-        return super().defaults() | {"norm_eps": 1e-6}
+    eps = 1e-6

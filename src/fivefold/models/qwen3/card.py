@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fivefold.models import work
 from fivefold.models.llama import card as llama
 from fivefold.models.operations import Operation, Program, Sizes
@@ -15,11 +13,8 @@ NORMS = ("norm_q", "norm_k")
 
 class Card(llama.Card):
     summary = "llama with a norm of each query and key head"
-    normed_scores = True
+    normed_scores, eps = True, 1e-6
     regional = tuple(f"attention.{norm}.weight" for norm in NORMS)
-
-    def defaults(self) -> dict[str, Any]:
-        return super().defaults() | {"norm_eps": 1e-6}
 
     def attention(self) -> dict[str, Shape]:
         found = super().attention()

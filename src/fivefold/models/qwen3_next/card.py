@@ -8,9 +8,7 @@ from typing import Any
 from fivefold.models.card import Contradiction
 from fivefold.models.qwen3 import card as qwen3
 from fivefold.models.qwen3_moe import card as qwen3_moe
-from fivefold.models.tables import unit_rms_norm
 from fivefold.sharding.layout import divisors
-from fivefold.sharding.parts import Shape
 
 
 class Card(qwen3_moe.Card):
@@ -25,7 +23,7 @@ class Card(qwen3_moe.Card):
     }
     widths = (*qwen3_moe.Card.widths, "linear_heads", "linear_key_heads")
     attention_biases = False
-    patterned = linear_attention = partly_rotated = gated_attention = gated_shared = True
+    patterned = linear_attention = partly_rotated = gated_attention = gated_shared = unit_norms = True
     regional = (
         *(f"attention.{norm}.delta" for norm in qwen3.NORMS), "attention.norm.weight", "mlp.shared_gate_vectors"
     )  # fmt: skip
@@ -39,9 +37,6 @@ class Card(qwen3_moe.Card):
             "linear_key_dim": width,
             "linear_value_dim": width,
         }
-
-    def norm(self, D: int) -> dict[str, Shape]:
-        return unit_rms_norm(D)
 
     def rules(self) -> Iterator[Contradiction]:
         yield from super().rules()

@@ -21,10 +21,9 @@ FIELDS: Fields = llama.FIELDS | {
 
 
 def to_config(model: ModelSection) -> dict[str, Any]:
-    """Theirs has a padding token by default, whose row of the embedding gets no gradient."""
     rotates = [int(model.rotates(number)) for number in range(model.layers)]
     interval = model.no_rope_every or model.layers + 1
-    positions = {"no_rope_layers": rotates, "no_rope_layer_interval": interval, "pad_token_id": None}
+    positions = {"no_rope_layers": rotates, "no_rope_layer_interval": interval}
     return llama.decoder(model) | {"attention_bias": model.attention_bias, "mlp_bias": False} | positions
 
 

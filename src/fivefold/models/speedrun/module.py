@@ -75,14 +75,6 @@ class Attention(qwen3.NormedAttention):
     def besides(self, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tables[2:]
 
-    def prepare(self, qkv: Tensor, values_BTv: Tensor | None = None) -> Tensor:
-        heads, kv_heads = self.core.heads, self.core.kv_heads
-        each_BTNd = qkv.unflatten(-1, (heads + 2 * kv_heads, -1))
-        q_BTHd, k_BTKd, v_BTKd = each_BTNd.split([heads, kv_heads, kv_heads], dim=-2)
-        if values_BTv is not None:
-            v_BTKd = v_BTKd + values_BTv.view_as(v_BTKd)
-        return torch.cat((self.norm_q(q_BTHd), self.norm_k(k_BTKd), v_BTKd), dim=-2).flatten(-2)
-
 
 class Block(PreNormBlock):
     def __init__(self, model: ModelSection, number: int) -> None:
