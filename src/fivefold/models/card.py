@@ -62,6 +62,8 @@ class Card(ABC):
     """True if norms are behind the sublayers instead of before them."""
     sandwich_norm = False
     """True if norms are before the sublayers and behind them."""
+    unit_norms = False
+    """True if scales of RMSNorms are added to 1."""
     free_heads = False
     """True if the width of a head need not be D / H."""
     attention_biases = False
@@ -284,7 +286,7 @@ class Card(ABC):
 
     def mixed_blocks(self) -> int:
         """Number of blocks with experts."""
-        return sum(map(self.is_mixed, range(self.model.blocks))) if self.has_experts else 0
+        return sum(self.mixed)
 
     @property
     def load_sums(self) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from fivefold.kernels.blockwise_attention import PLAIN, Documents, Scores, atten
 from fivefold.kernels.fused_attention import OneRank, Sees, attended
 from fivefold.kernels.gpu import registry
 from fivefold.kernels.rounded import RoundedMatmuls
+from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
 
 
@@ -296,23 +297,23 @@ def cached_attention(
 
 class Attention(Sublayer):
     """Self-attention. Rows of `qkv.weight`: H query heads, then K key heads, then K value heads. number: of the block,
-    which says what its queries see and how they rotate. biased: it has biases, whatever the model says; out_biased: and
-    so has `out`, if there are any. sinks: it has a sink for each head (`Scores`). gated: a sigmoid of the block's input
-    multiplies the output of each head (arXiv 2505.06708); H heads of gates are the last rows of `qkv.weight`."""
+    which says what its queries see and how they rotate. The card says what it has: biases of `qkv` and of `out`; a sink
+    for each head (`Scores`); gates, by which a sigmoid of the block's input multiplies the output of each head (arXiv
+    2505.06708), with H heads more as the last rows of `qkv.weight`."""
 
     entry = "qkv"
-    biased, out_biased, sinks, gated = False, True, False, False
 
     def __init__(self, model: ModelSection, bias: bool, number: int = 0, causal: bool = True) -> None:
         super().__init__()
         self.window, self.rotates = model.window(number), model.rotates(number)
         self.soft_cap = model.score_cap
         heads, kv_heads, d = model.heads, model.kv_heads or model.heads, model.head_width
-        bias = bias or self.biased
-        self.sink_bias = nn.Parameter(torch.zeros(heads)) if self.sinks else None
+        card = card_of(model)
+        bias, self.gated = bias or card.qkv_biased, card.gated_attention
+        self.sink_bias = nn.Parameter(torch.zeros(heads)) if card.sinks else None
         self.qkv = Linear(model.dim, (heads + 2 * kv_heads + heads * self.gated) * d, bias=bias)
         self.core = AttentionCore(heads, kv_heads, causal)
-        self.out = Linear(heads * d, model.dim, bias=bias and self.out_biased)
+        self.out = Linear(heads * d, model.dim, bias=bias and card.out_biased)
 
     def forward(
         self, x_BTD: Tensor, *tables: Tensor, cache: LayerCache | None = None, **options: Any

@@ -11,13 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-from fivefold.models.layers import AddUnitRMSNorm, SwiGLU, UnitRMSNorm
+from fivefold.models.layers import SwiGLU
 from fivefold.models.llama import module as llama
 from fivefold.models.qwen3 import module as qwen3
-
-
-class NormedAttention(qwen3.NormedAttention):
-    norm_type = UnitRMSNorm
 
 
 class GeGLU(SwiGLU):
@@ -25,14 +21,13 @@ class GeGLU(SwiGLU):
 
 
 class Block(llama.SandwichBlock):
-    attention_type, mlp_type, norm_types = NormedAttention, GeGLU, (UnitRMSNorm, AddUnitRMSNorm)
+    attention_type, mlp_type = qwen3.NormedAttention, GeGLU
 
 
 class Model(llama.Model):
     """Llama with Gemma 3's blocks and embeddings."""
 
     block_type = Block
-    norm_type = UnitRMSNorm
 
     def begin(self, tokens_BT: Tensor, positions_T: Tensor) -> Tensor:
         """The factor is rounded to the embeddings' dtype, as theirs is."""

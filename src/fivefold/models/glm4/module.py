@@ -3,19 +3,10 @@ rotates."""
 
 from __future__ import annotations
 
-from fivefold.models.layers import Attention
 from fivefold.models.llama import module as llama
-
-
-class BiasedAttention(Attention):
-    out_biased = False
-
-
-class Block(llama.SandwichBlock):
-    attention_type = BiasedAttention
 
 
 class Model(llama.Model):
     """Llama with GLM-4's blocks."""
 
-    block_type = Block
+    block_type = llama.SandwichBlock

@@ -17,17 +17,11 @@ from torch.autograd.function import once_differentiable
 from fivefold.kernels.elementwise import clamped_swiglu
 from fivefold.kernels.matmul import wide
 from fivefold.models import mixture
-from fivefold.models.layers import Attention
-from fivefold.models.llama import module as llama
 from fivefold.models.moe import module as moe
 from fivefold.models.section import ModelSection
 
 GAIN, LIMIT = 1.702, 7.0
 """Of the gate (`clamped_swiglu`)."""
-
-
-class SinkAttention(Attention):
-    biased = sinks = True
 
 
 class Router(mixture.Router):
@@ -93,11 +87,7 @@ class _Biased(Function):
         return drows, sums_E8F[:, 0].to(drows.dtype), None
 
 
-class Block(llama.Block):
-    attention_type = SinkAttention
-
-
 class Model(moe.Model):
     """Llama with gpt-oss's attention and mixture."""
 
-    block_type, mixture_type = Block, Mixture
+    mixture_type = Mixture

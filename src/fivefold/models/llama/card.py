@@ -20,8 +20,6 @@ class Card(card.Card):
     attention_biases = True
     eps, ties = 1e-5, False
     """Defaults of `norm_eps` and `tie_embeddings`."""
-    unit_norms = False
-    """True if scales of norms are added to 1."""
 
     def defaults(self) -> dict[str, Any]:
         """Sets F to 8/3 D, rounded up to a multiple of 64."""

@@ -14,27 +14,34 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fivefold.models.base import LanguageModel, PreNormBlock, block_dict
+from fivefold.models.card import card_of
 from fivefold.models.layers import (
     AddNorm,
     AddRMSNorm,
+    AddUnitRMSNorm,
     Attention,
     Embedding,
     Linear,
     RMSNorm,
     Sublayer,
     SwiGLU,
+    UnitRMSNorm,
     rope_table,
 )
 from fivefold.models.section import ModelSection, known
 
 
+def norms_of(model: ModelSection) -> tuple[type[RMSNorm], type[AddNorm]]:
+    """A norm, and one that adds first, with scales as the card says."""
+    return (UnitRMSNorm, AddUnitRMSNorm) if card_of(model).unit_norms else (RMSNorm, AddRMSNorm)
+
+
 class Block(PreNormBlock):
     attention_type: type[Sublayer] = Attention
     mlp_type: type[SwiGLU] = SwiGLU
-    norm_types: tuple[type[RMSNorm], type[AddNorm]] = (RMSNorm, AddRMSNorm)
 
     def __init__(self, model: ModelSection, number: int = 0) -> None:
-        size, (norm, add_norm) = (model.dim, known(model.norm_eps)), self.norm_types
+        size, (norm, add_norm) = (model.dim, known(model.norm_eps)), norms_of(model)
         attention = self.attention_type(model, model.attention_bias, number)
         mlp = self.mlp_type(model.dim, known(model.ffn_dim))
         super().__init__(norm(*size), attention, add_norm(*size), mlp, model.dropout)
@@ -45,9 +52,8 @@ class SandwichBlock(Block):
 
     def __init__(self, model: ModelSection, number: int = 0) -> None:
         super().__init__(model, number)
-        self.norm1_after, self.norm2_after = (
-            self.norm_types[0](model.dim, known(model.norm_eps)) for _ in range(2)
-        )
+        size, (norm, _) = (model.dim, known(model.norm_eps)), norms_of(model)
+        self.norm1_after, self.norm2_after = norm(*size), norm(*size)
 
     def forward(self, x_BTD: Tensor, *tables: Tensor, **options: Any) -> Tensor:
         attended_BTD = self.norm1_after(self.attention(self.norm1(x_BTD), *tables, **options))
@@ -59,7 +65,6 @@ class Model(LanguageModel):
     """Decoder language model. `head` is None if the output layer shares the embedding's weight."""
 
     block_type: type[nn.Module] = Block
-    norm_type: type[RMSNorm] = RMSNorm
     amplitude = 0.0
     """Of the rotated vectors; 0: that of the model's scaling."""
 
@@ -73,7 +78,7 @@ class Model(LanguageModel):
         self.output.cap = model.logit_cap
         self.embed = Embedding(known(model.vocab_size), model.dim)
         self.blocks = block_dict([self.block_type(model, number) for number in range(model.blocks)])
-        self.norm = self.norm_type(model.dim, known(model.norm_eps))
+        self.norm = norms_of(model)[0](model.dim, known(model.norm_eps))
         self.head = None if model.tie_embeddings else Linear(model.dim, known(model.vocab_size), bias=False)
 
     def begin(self, tokens_BT: Tensor, positions_T: Tensor) -> Tensor:

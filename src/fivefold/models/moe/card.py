@@ -116,9 +116,6 @@ class Card(llama.Card):
     def is_mixed(self, number: int) -> bool:
         return number >= min(self.model.dense_layers, self.model.layers)
 
-    def mixed_blocks(self) -> int:
-        return self.model.blocks - self.model.dense_layers
-
     def feed_forward(self, number: int) -> dict[str, Shape]:
         """With experts: router, routed experts (each SwiGLU: gate and up in one matrix, down), shared experts as one
         wide SwiGLU."""

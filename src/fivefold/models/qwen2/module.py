@@ -2,19 +2,4 @@
 
 from __future__ import annotations
 
-from fivefold.models.layers import Attention
-from fivefold.models.llama import module as llama
-
-
-class BiasedAttention(Attention):
-    biased, out_biased = True, False
-
-
-class Block(llama.Block):
-    attention_type = BiasedAttention
-
-
-class Model(llama.Model):
-    """Llama with `BiasedAttention`."""
-
-    block_type = Block
+from fivefold.models.llama.module import Model as Model

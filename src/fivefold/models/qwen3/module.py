@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fivefold.models.layers import Attention, RMSNorm
+from fivefold.models.layers import Attention
 from fivefold.models.llama import module as llama
 from fivefold.models.section import ModelSection, known
 
@@ -16,12 +16,10 @@ from fivefold.models.section import ModelSection, known
 class NormedAttention(Attention):
     """One norm (d) for all query heads, one for all key heads."""
 
-    norm_type: type[RMSNorm] = RMSNorm
-
     def __init__(self, model: ModelSection, bias: bool, number: int = 0) -> None:
         super().__init__(model, bias, number)
-        self.norm_q = self.norm_type(model.head_width, known(model.norm_eps))
-        self.norm_k = self.norm_type(model.head_width, known(model.norm_eps))
+        size, (norm, _) = (model.head_width, known(model.norm_eps)), llama.norms_of(model)
+        self.norm_q, self.norm_k = norm(*size), norm(*size)
 
     def prepare(self, qkv: Tensor, more_BTv: Tensor | None = None) -> Tensor:
         """more: is added to the values."""

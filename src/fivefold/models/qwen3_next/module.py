@@ -5,25 +5,17 @@ a gate; norms whose scales are added to 1."""
 from __future__ import annotations
 
 from fivefold.models.delta import DeltaAttention
-from fivefold.models.layers import AddUnitRMSNorm, UnitRMSNorm
 from fivefold.models.llama import module as llama
 from fivefold.models.moe import module as moe
 from fivefold.models.qwen3 import module as qwen3
 from fivefold.models.section import ModelSection
 
 
-class GatedAttention(qwen3.NormedAttention):
-    norm_type, gated = UnitRMSNorm, True
-
-
 class Block(llama.Block):
-    norm_types = (UnitRMSNorm, AddUnitRMSNorm)
-
     def __init__(self, model: ModelSection, number: int = 0) -> None:
-        self.attention_type = DeltaAttention if model.linear(number) else GatedAttention
+        self.attention_type = DeltaAttention if model.linear(number) else qwen3.NormedAttention
         super().__init__(model, number)
 
 
 class Model(moe.Model):
     block_type = Block
-    norm_type = UnitRMSNorm
