@@ -38,11 +38,11 @@ LIGHT, DARK = zip(*COLORS.values(), strict=True)
 
 
 def css() -> str:
-    """The classes c0, c1, ... of lines, dots, swatches and legends of a page."""
+    """The classes c0, c1, ... of lines, dots and legends of a page."""
     numbered = {f"c{number}": pair for number, pair in enumerate(COLORS.values())}
     classes = "".join(
-        f".line.{name}, .dots.{name} {{ stroke: var(--{name}); }} .swatch.{name}, .legend .{name}::before "
-        f"{{ background: var(--{name}); }}\n"
+        f".line.{name}, .dots.{name} {{ stroke: var(--{name}); }} "
+        f".legend .{name}::before {{ background: var(--{name}); }}\n"
         for name in numbered
     )
     return f"{_variables(':root', numbered)}{classes}"

@@ -106,14 +106,11 @@ def header(kicker: str, title: str, lead: str, more: str = "") -> str:
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A table. rows: cells as text; the first one names its row. All are escaped."""
-    cells = ([escape(printable(str(cell))) for cell in row] for row in rows)
-    return html_table(titles, ((first, [f"<td>{cell}</td>" for cell in others]) for first, *others in cells))
-
-
-def html_table(titles: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]]) -> str:
-    """A table. rows: HTML of the cell that names the row, the other cells with their tags."""
     head = "".join(f'<th scope="col">{escape(title)}</th>' for title in titles)
-    body = "".join(f'<tr><th scope="row">{first}</th>{"".join(cells)}</tr>\n' for first, cells in rows)
+    body = ""
+    for first, *others in ([escape(printable(str(cell))) for cell in row] for row in rows):
+        cells = "".join(f"<td>{cell}</td>" for cell in others)
+        body += f'<tr><th scope="row">{first}</th>{cells}</tr>\n'
     return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>"
 
 

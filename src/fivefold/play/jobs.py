@@ -119,7 +119,6 @@ class Jobs:
         self._children = [child for child in self._children if child.poll() is None]
         if not any(self._read()):
             return
-        make_folder(self.folder, mode=0o700)
         if (lock := held(self.folder / "running")) is None:
             return
         with lock:

@@ -47,10 +47,8 @@ if TYPE_CHECKING:
     from fivefold.play.state import Params, State
 
 HERE = "This machine"
-ROWS, MANY = (
-    2,
-    8,
-)  # microbatches of a timeline; of more context ranks, with their many messages, only one is shown
+ROWS, MANY = 2, 8
+"""Microbatches of a timeline. Of more context ranks, with their many messages, only one is shown."""
 NARROW, WIDE = 330, 960  # pixels of a picture
 MOST_WORDS = 2000  # characters of a request's field
 SET = (*FIELDS.values(), *(setting.key for setting in SETTINGS))
@@ -298,10 +296,8 @@ def routes(state: State) -> list[Route]:
         width = whole("width", str(given.get("width") or WIDE))
         at = asked(given, state)
         if "recipe" in moves:
-            at, moves = (
-                asked({"recipe": moves["recipe"], "cluster": at.cluster, "price": at.price}, state),
-                {},
-            )
+            there = {"recipe": moves["recipe"], "cluster": at.cluster, "price": at.price}
+            at, moves = asked(there, state), {}
         return answer(at, moves, width)
 
     def measure(given: Params) -> dict[str, Any]:

@@ -32,20 +32,8 @@ from fivefold.play.position import Position
 
 BUDGET = 300
 """Answers of a grid: less than 20 seconds and 3 MB (tests/test_play_recorded.py)."""
-TURNS = (
-    "tp",
-    "pp",
-    "zero",
-    "devices",
-    "microbatch",
-    "recompute",
-    "tp",
-    "pp",
-    "zero",
-    "devices",
-    "batch",
-    "seq_len",
-)
+OFTEN = ("tp", "pp", "zero", "devices")
+TURNS = (*OFTEN, "microbatch", "recompute", *OFTEN, "batch", "seq_len")
 """The order in which sliders get further values."""
 PIXELS = 540  # of a picture
 FEWEST, POINTS = 40, 4000

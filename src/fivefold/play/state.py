@@ -211,29 +211,25 @@ async def _called(function: Callable[..., Any], *given: Any) -> tuple[Any, int]:
         return {"error": printable(f"{error.filename or 'this machine'}: {error.strerror}")}, 400
 
 
-def get(path: str, function: Callable[[Params], Any]) -> Route:
-    """A question. function: makes the answer, JSON values or a Response, of the parameters; it runs in a thread."""
+def _route(method: str, path: str, function: Callable[[Params], Any]) -> Route:
+    """A question (GET) or an order (POST). function: makes the answer, JSON values or a Response, of the parameters or
+    of the JSON object that was sent; it runs in a thread."""
 
     async def answer(request: Request) -> Response:
-        found, code = await _called(function, dict(request.query_params))
-        return found if isinstance(found, Response) else _answer(found, code)
-
-    return Route(path, answer)
-
-
-def post(path: str, function: Callable[[Params], Any]) -> Route:
-    """An order. function: as with `get`; it has the JSON object that was sent."""
-
-    async def answer(request: Request) -> Response:
-        try:
-            given = json.loads(await request.body())
-            assert isinstance(given, dict)
-        except (ValueError, RecursionError, AssertionError):
+        given: Any = dict(request.query_params)
+        if method == "POST":
+            given = None
+            with suppress(ValueError, RecursionError):
+                given = json.loads(await request.body())
+        if not isinstance(given, dict):
             return _answer({"error": "the request's body must be a JSON object"}, 400)
         found, code = await _called(function, given)
         return found if isinstance(found, Response) else _answer(found, code)
 
-    return Route(path, answer, methods=["POST"])
+    return Route(path, answer, methods=[method])
+
+
+get, post = partial(_route, "GET"), partial(_route, "POST")
 
 
 def events(path: str, function: Callable[[Params], Iterator[Any]]) -> Route:
