@@ -91,7 +91,7 @@ def test_a_proof_runs_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
     (tmp_path / "go").touch()
     (tmp_path / "python").write_text(
-        f'#!/bin/sh\nshift 2; echo "$@" >&2; while [ -e "{tmp_path}/go" ]; do sleep 0.05; done\n'
+        f'#!/bin/sh\nshift 3; echo "$@" >&2; while [ -e "{tmp_path}/go" ]; do sleep 0.05; done\n'
         f"echo '{json.dumps(report)}'; echo 'error: wrong' >&2; exit 1\n"
     )
     (tmp_path / "python").chmod(0o755)

@@ -386,7 +386,7 @@ def test_an_export_is_the_command(
     play: Play, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "python"
-    program.write_text('#!/bin/sh\nshift 2\n[ "$1" = export ] && touch "$3/config.json"; echo "{}"\n')
+    program.write_text('#!/bin/sh\nshift 3\n[ "$1" = export ] && touch "$3/config.json"; echo "{}"\n')
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     found = play.post("runs/export", {"run": str(folder / "first")})

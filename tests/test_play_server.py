@@ -239,7 +239,7 @@ def test_jobs_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """A second list of the same folder sees them, and starts none beside the one that runs."""
     monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
     (tmp_path / "python").write_text(
-        f'#!/bin/sh\nshift 2; echo "$@"; while [ -e "{tmp_path}/go-$2" ]; do sleep 0.05; done\n'
+        f'#!/bin/sh\nshift 3; echo "$@"; while [ -e "{tmp_path}/go-$2" ]; do sleep 0.05; done\n'
     )
     (tmp_path / "python").chmod(0o755)
     for name in "ab":

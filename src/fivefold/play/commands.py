@@ -33,12 +33,12 @@ def last_words(file: IO[bytes], most: int = TAIL) -> str:
 
 
 class Command:
-    """`fivefold WORDS --json`, with all that it starts."""
+    """`fivefold WORDS --json`, with all that it starts. As everywhere, -P: a folder that is shown lends no modules."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self.name, self.why = own_word(), ""
         self.out, self.err = TemporaryFile(), TemporaryFile()  # noqa: SIM115
-        line = [sys.executable, "-m", "fivefold", *words, "--json"]
+        line = [sys.executable, "-P", "-m", "fivefold", *words, "--json"]
         self.process = subprocess.Popen(
             line, stdin=subprocess.DEVNULL, stdout=self.out, stderr=self.err, start_new_session=True
         )

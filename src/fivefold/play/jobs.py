@@ -133,7 +133,7 @@ class Jobs:
     def _start(self, job: dict[str, Any], lock: int) -> None:
         """Starts a job, which inherits the lock. Why it cannot be started is its log."""
         with stream(self.log(Path(job["run"]))) as log:
-            command = [sys.executable, "-m", "fivefold", *job["words"]]
+            command = [sys.executable, "-P", "-m", "fivefold", *job["words"]]
             try:
                 child = subprocess.Popen(
                     command,

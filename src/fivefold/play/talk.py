@@ -80,7 +80,7 @@ class Talker:
         """Begins an answer. Returns its number."""
         with self.lock:
             if self.process is None or self.process.poll() is not None:
-                words, pipe = [sys.executable, "-m", "fivefold.play.talk"], subprocess.PIPE
+                words, pipe = [sys.executable, "-P", "-m", "fivefold.play.talk"], subprocess.PIPE
                 self.process = subprocess.Popen(words, stdin=pipe, stdout=pipe, start_new_session=True)
                 threading.Thread(target=self._read, args=(self.process,), daemon=True).start()
             self.lines.put({"end": "another"})
