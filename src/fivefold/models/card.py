@@ -88,6 +88,8 @@ class Card(ABC):
     """True if the outputs of attention's heads have gates."""
     gated_shared = False
     """True if the result of shared experts has a gate."""
+    normed_heads = False
+    """True if each query head and each key head has an RMSNorm."""
     normed_scores = False
     """True if queries and keys have norms, so that the size of their weights does not change attention's scores."""
     scaled_scores = False

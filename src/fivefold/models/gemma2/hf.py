@@ -6,22 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from fivefold.models.gemma3 import hf as gemma3
-from fivefold.models.hf import Entry, Fields
+from fivefold.models.hf import Fields
 from fivefold.models.llama import hf as llama
 from fivefold.models.olmo3 import hf as olmo3
 from fivefold.models.section import ModelSection
 
 MODEL_TYPE = "gemma2"
 ARCHITECTURE = "Gemma2ForCausalLM"
-TIED, problems, rename = llama.TIED, llama.problems, llama.rename
+TIED, entries, problems, rename = llama.TIED, gemma3.entries, llama.problems, llama.rename
 CAPS = {"attn_logit_softcapping": ("score_cap", 50.0), "final_logit_softcapping": ("logit_cap", 30.0)}
 """Keys of caps: our field, and what a file without the key means. null: none."""
 SUPPORTED = {key: values for key, values in gemma3.SUPPORTED.items() if key not in CAPS}
 FIELDS: Fields = gemma3.FIELDS | {"max_position_embeddings": ("seq_len", 8192)}
-
-
-def entries(model: ModelSection) -> list[Entry]:
-    return [entry for entry in gemma3.entries(model) if ".attention.norm_" not in entry.ours]
 
 
 def to_config(model: ModelSection) -> dict[str, Any]:

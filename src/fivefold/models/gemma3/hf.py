@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from fivefold.models.hf import Entry, Fields, same
+from fivefold.models.hf import Fields
 from fivefold.models.llama import hf as llama
 from fivefold.models.olmo3 import hf as olmo3
 from fivefold.models.section import ModelSection
@@ -14,8 +14,13 @@ from fivefold.models.section import ModelSection
 MODEL_TYPE = "gemma3_text"
 ARCHITECTURE = "Gemma3ForCausalLM"
 TIED, rename, problems = llama.TIED, llama.rename, olmo3.problems
-NORMS = ("input_layernorm", "pre_feedforward_layernorm")
-AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
+NORMS = (
+    "input_layernorm",
+    "pre_feedforward_layernorm",
+    "post_attention_layernorm",
+    "post_feedforward_layernorm",
+)
+entries = partial(llama.entries, norms=NORMS)
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "hidden_activation": ("gelu_pytorch_tanh", None),
     "attn_logit_softcapping": (None,),
@@ -31,20 +36,6 @@ FIELDS: Fields = llama.FIELDS | {
 }
 WIDTH = 256
 """Of a head, and of what scores are divided by the root of, in a file that does not say it."""
-
-
-def entries(model: ModelSection) -> list[Entry]:
-    """Scales of norms are added to 1 in both."""
-    table = llama.entries(model, NORMS)
-    for i in range(model.layers):
-        ours, theirs = f"blocks.{i}", f"model.layers.{i}"
-        for kind in "qk":
-            table += same(f"{ours}.attention.norm_{kind}", f"{theirs}.self_attn.{kind}_norm")
-        for number, name in enumerate(AFTER, 1):
-            table += same(f"{ours}.norm{number}_after", f"{theirs}.{name}")
-    return [
-        replace(e, ours=e.ours.removesuffix("weight") + "delta") if "norm" in e.ours else e for e in table
-    ]
 
 
 def to_config(model: ModelSection) -> dict[str, Any]:

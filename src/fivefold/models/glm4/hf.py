@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fivefold.models.hf import Entry, Fields, rotary_order, same
+from fivefold.models.hf import Entry, Fields, rotary_order
 from fivefold.models.llama import hf as llama
 from fivefold.models.phi3 import hf as phi3
 from fivefold.models.section import ModelSection
@@ -14,7 +14,7 @@ from fivefold.models.section import ModelSection
 MODEL_TYPE = "glm4"
 ARCHITECTURE = "Glm4ForCausalLM"
 TIED, rename, problems = llama.TIED, llama.rename, phi3.problems
-AFTER = ("post_self_attn_layernorm", "post_mlp_layernorm")
+NORMS = (*llama.NORMS, "post_self_attn_layernorm", "post_mlp_layernorm")
 SUPPORTED = phi3.SUPPORTED
 FIELDS: Fields = llama.FIELDS | {
     "num_key_value_heads": ("kv_heads", 2),
@@ -25,19 +25,14 @@ FIELDS: Fields = llama.FIELDS | {
 
 def entries(model: ModelSection) -> list[Entry]:
     d, heads, others = model.head_width, model.heads, model.kv_heads or model.heads
-    order, table = (
-        rotary_order(heads + others, others, d, model.rotary_width, interleaved=True),
-        list[Entry](),
-    )
-    for entry in llama.entries(model):
+    order = rotary_order(heads + others, others, d, model.rotary_width, interleaved=True)
+    table = list[Entry]()
+    for entry in llama.entries(model, NORMS):
         if ".qkv." in entry.ours:
             entry = replace(entry, order=order)
         elif entry.ours.endswith("gate_up.weight"):
             entry = phi3.fused(entry, "mlp.gate_up_proj")
         table.append(entry)
-    for i in range(model.layers):
-        for number, name in enumerate(AFTER, 1):
-            table += same(f"blocks.{i}.norm{number}_after", f"model.layers.{i}.{name}")
     return table
 
 

@@ -18,15 +18,22 @@ TITAN = torchtitan.names
 LINEAR = "linear"
 LIMITS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
 """Ways of scaling rotary frequencies (`models.layers.rope_frequencies`), with their names of the two limits."""
+OURS = ("norm1", "norm2", "norm1_after", "norm2_after")
 NORMS = ("input_layernorm", "post_attention_layernorm")
 # Keys of config.json that affect the computation, with the values that our model supports.
 GATED: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish"), "partial_rotary_factor": (1.0, None)}
 SUPPORTED = GATED | {"mlp_bias": (False, None), "sliding_window": (None,), "pretraining_tp": (1, None)}
 
 
-def entries(model: ModelSection, norms: tuple[str, str] = NORMS) -> list[Entry]:
-    """The weight map. norms: their names of a block's two norms. Biases are those of the card."""
+def entries(model: ModelSection, norms: tuple[str, ...] = NORMS) -> list[Entry]:
+    """The weight map. norms: their names of a block's two norms, and of those behind sublayers. Biases and norms of
+    heads are those of the card."""
     card = card_of(model)
+
+    def norm(ours: str, theirs: str) -> list[Entry]:
+        """Scales that are added to 1 are so there, too."""
+        return [Entry(f"{ours}.delta" if card.unit_norms else f"{ours}.weight", (f"{theirs}.weight",))]
+
     biased = card.qkv_biased or model.attention_bias
     assert model.ffn_dim is not None
     d, kv_heads, F = model.head_width, model.kv_heads or model.heads, model.ffn_dim
@@ -36,17 +43,19 @@ def entries(model: ModelSection, norms: tuple[str, str] = NORMS) -> list[Entry]:
         ours, theirs = f"blocks.{i}", f"model.layers.{i}"
         qkv = tuple(f"{theirs}.self_attn.{x}_proj.weight" for x in "qkv")
         gate_up = tuple(f"{theirs}.mlp.{x}_proj.weight" for x in ("gate", "up"))
-        table += same(f"{ours}.norm1", f"{theirs}.{norms[0]}")
+        for own, name in zip(OURS, norms, strict=False):
+            table += norm(f"{ours}.{own}", f"{theirs}.{name}")
         table += [Entry(f"{ours}.attention.qkv.weight", qkv, rows)]
         if biased:
             biases = tuple(name.replace(".weight", ".bias") for name in qkv)
             table += [Entry(f"{ours}.attention.qkv.bias", biases, rows)]
         kinds = ("weight", "bias") if biased and card.out_biased else ("weight",)
         table += same(f"{ours}.attention.out", f"{theirs}.self_attn.o_proj", *kinds)
-        table += same(f"{ours}.norm2", f"{theirs}.{norms[1]}")
+        for kind in "qk" if card.normed_heads and not model.linear(i) else ():
+            table += norm(f"{ours}.attention.norm_{kind}", f"{theirs}.self_attn.{kind}_norm")
         table += [Entry(f"{ours}.mlp.gate_up.weight", gate_up, (F, F))]
         table += same(f"{ours}.mlp.down", f"{theirs}.mlp.down_proj")
-    table += same("norm", "model.norm")
+    table += norm("norm", "model.norm")
     return table + ([] if model.tie_embeddings else same("head", "lm_head"))
 
 

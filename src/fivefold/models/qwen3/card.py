@@ -13,7 +13,8 @@ NORMS = ("norm_q", "norm_k")
 
 class Card(llama.Card):
     summary = "llama with a norm of each query and key head"
-    normed_scores, eps = True, 1e-6
+    normed_heads = normed_scores = True
+    eps = 1e-6
     regional = tuple(f"attention.{norm}.weight" for norm in NORMS)
 
     def attention(self) -> dict[str, Shape]:

@@ -5,23 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fivefold.models.hf import Entry, Fields, same
+from fivefold.models.hf import Fields
 from fivefold.models.llama import hf as llama
 from fivefold.models.section import ModelSection
 
 MODEL_TYPE = "qwen3"
 ARCHITECTURE = "Qwen3ForCausalLM"
-TIED, problems, rename = llama.TIED, llama.problems, llama.rename
+TIED, entries, problems, rename = llama.TIED, llama.entries, llama.problems, llama.rename
 SUPPORTED = llama.GATED | {"use_sliding_window": (False, None)}
 FIELDS: Fields = llama.FIELDS | {"max_position_embeddings": ("seq_len", 32768)}
-
-
-def entries(model: ModelSection) -> list[Entry]:
-    table = llama.entries(model)
-    for i in range(model.layers):
-        for kind in "qk":
-            table += same(f"blocks.{i}.attention.norm_{kind}", f"model.layers.{i}.self_attn.{kind}_norm")
-    return table
 
 
 def to_config(model: ModelSection) -> dict[str, Any]:

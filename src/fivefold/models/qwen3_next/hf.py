@@ -45,7 +45,6 @@ WIDTH = 256
 
 
 def entries(model: ModelSection) -> list[Entry]:
-    """Scales of norms are added to 1 in both, but for that of linear attention's heads."""
     table, w, order = list[Entry](), widths_of(model), _gated_order(model)
     for entry in llama.entries(model):
         block = int(entry.ours.split(".")[1]) if entry.ours.startswith("blocks.") else 0
@@ -56,9 +55,8 @@ def entries(model: ModelSection) -> list[Entry]:
         elif entry.ours.endswith("attention.qkv.weight"):
             d, K = model.head_width, model.kv_heads or model.heads
             table.append(replace(entry, rows=(2 * d * model.heads, d * K, d * K), order=order))
-            for kind in "qk":
-                (norm,) = same(f"{ours}.attention.norm_{kind}", f"{theirs}.self_attn.{kind}_norm")
-                table.append(replace(norm, order=rotary_order(1, 0, d, model.rotary_width)))
+        elif ".attention.norm_" in entry.ours:
+            table.append(replace(entry, order=rotary_order(1, 0, model.head_width, model.rotary_width)))
         elif entry.ours.endswith("attention.out.weight") and linear:
             table += same(f"{ours}.attention.out", f"{theirs}.linear_attn.out_proj")
         elif entry.ours.endswith("mlp.gate_up.weight"):
@@ -67,13 +65,7 @@ def entries(model: ModelSection) -> list[Entry]:
             table.append(Entry(f"{ours}.mlp.shared_gate_vectors", (gate,)))
         elif ".mlp." not in entry.ours:
             table.append(entry)
-    return [_unit(entry) if "norm" in entry.ours else entry for entry in table]
-
-
-def _unit(entry: Entry) -> Entry:
-    if entry.ours.endswith("attention.norm.weight"):
-        return entry
-    return replace(entry, ours=entry.ours.removesuffix("weight") + "delta")
+    return table
 
 
 def _gated_order(model: ModelSection) -> tuple[int, ...]:
