@@ -23,6 +23,17 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     gc.disable()  # until all tests are there: what collection makes stays
 
 
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """A browser for all tests that look at a page (`observe_browser.Browser`)."""
+    import observe_browser
+
+    if (program := observe_browser.find()) is None:
+        pytest.skip(observe_browser.MISSING)
+    with observe_browser.Browser(program, timeout=60) as found:
+        yield found
+
+
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Any]:
     """Two hosts, network namespaces of this machine, with 200 Mbit/s between them."""

@@ -90,10 +90,12 @@ class Browser:
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.requests.clear()
-        self.errors.clear()
-        self.call("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
-        self._until(lambda m: m.get("method") == "Page.loadEventFired")
+        url = page if isinstance(page, str) else page.resolve().as_uri()
+        for place in (*["about:blank"] * ("#" in url), url):  # another part of the same page is no navigation
+            self.requests.clear()
+            self.errors.clear()
+            self.call("Page.navigate", url=place)
+            self._until(lambda m: m.get("method") == "Page.loadEventFired")
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression in the page."""

@@ -6,7 +6,7 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from observe_browser import Browser
 from fivefold.play.server import ADDRESS, Guard, Server, listen, make_app
 
 TOKEN = "a-token-of-the-tests"
+IDLE = "document.querySelector('.panel') && !document.querySelector('.panel[aria-busy]')"
+"""True in the page when the part Machine awaits no answer."""
 
 
 class Play:
@@ -96,6 +98,44 @@ def until(browser: Browser, condition: str, seconds: float = 60) -> None:
 
 def press(browser: Browser, words: str) -> None:
     """Presses the button with these words, once it is there."""
-    found = f"[...document.querySelectorAll('button')].find((one) => one.textContent === {words!r})"
-    until(browser, f"{found} && !{found}.disabled")
+    shown = f"one.textContent === {words!r} && one.checkVisibility() && !one.disabled"
+    found = f"[...document.querySelectorAll('button')].find((one) => {shown})"
+    until(browser, found)
     browser.evaluate(f"{found}.click()")
+
+
+def give(browser: Browser, label: str, value: object) -> None:
+    """Fills the visible field with this label, or chooses an option of it that contains the value."""
+    field = f"""[...document.querySelectorAll('.field')].find((e) => e.checkVisibility()
+      && e.querySelector('span').textContent === {json.dumps(label)})?.querySelector('input, select, textarea')"""
+    until(browser, field)
+    browser.evaluate(f"""(() => {{
+      const value = {json.dumps(str(value))}, input = {field};
+      input.value = input.options ? [...input.options].find((o) => o.textContent.includes(value)).value : value;
+      for (const kind of ['input', 'change']) input.dispatchEvent(new Event(kind));
+    }})()""")
+
+
+def slide(browser: Browser, label: str, value: str, panel: int = 0) -> None:
+    """Moves the slider of this label in a panel of Machine, -1: of the model, to a value in words."""
+    where = (
+        "document.querySelector('.model')" if panel < 0 else f"document.querySelectorAll('.panel')[{panel}]"
+    )
+    browser.evaluate(f"""(() => {{
+      const label = {json.dumps(label)}, value = {json.dumps(value)};
+      const row = [...{where}.querySelectorAll('.slider')].find((row) => row.firstChild.textContent === label);
+      const input = row.querySelector('input, select'), moved = () => input.dispatchEvent(new Event('input'));
+      if (input.tagName === 'SELECT') input.value = value;
+      else for (input.value = 0, moved(); row.querySelector('output').textContent !== value; moved()) input.stepUp();
+      moved();
+    }})()""")
+    until(browser, IDLE)
+
+
+def drop(browser: Browser, files: Sequence[tuple[str, str]]) -> None:
+    """Drops files, (name, text), on the part Text."""
+    browser.evaluate(f"""(() => {{
+      const moved = new DataTransfer();
+      for (const [name, text] of {json.dumps(files)}) moved.items.add(new File([text], name));
+      document.querySelector('.drop').dispatchEvent(new DragEvent('drop', {{ dataTransfer: moved, bubbles: true }}));
+    }})()""")

@@ -4,10 +4,10 @@ hostile runs are text."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import observe_browser
 import pytest
 from observe_browser import Browser
 from observe_run import make_run
@@ -17,16 +17,7 @@ from fivefold.files import owned
 from fivefold.observe import timelines
 from fivefold.schedules.timelines import COMPUTE, Span, StepTimeline
 
-PROGRAM = observe_browser.find()
-pytestmark = pytest.mark.skipif(PROGRAM is None, reason=observe_browser.MISSING)
 EVIL = "<img src=x onerror=window.evil=1><script>window.evil=1</script>"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    assert PROGRAM
-    with Browser(PROGRAM, timeout=60) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -52,17 +43,7 @@ def play(folder: Path) -> Iterator[Play]:
 
 
 def show(browser: Browser, play: Play, place: str, width: int = 1400, dark: bool = False) -> None:
-    browser.call(
-        "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 500
-    )
-    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-    browser.call("Emulation.setEmulatedMedia", features=[scheme])
-    browser.call("Page.navigate", url="about:blank")
-    browser._until(lambda m: m.get("method") == "Page.loadEventFired")
-    browser.requests.clear()
-    browser.errors.clear()
-    browser.call("Page.navigate", url=f"{play.url}#{place}")
-    browser._until(lambda m: m.get("method") == "Page.loadEventFired")
+    browser.open(f"{play.url}#{place}", width, dark=dark)
 
 
 def named(run: Path) -> str:
@@ -111,7 +92,7 @@ def test_a_run_is_drawn(browser: Browser, play: Play, folder: Path, width: int, 
 def test_a_hostile_run_is_text(browser: Browser, play: Play, folder: Path) -> None:
     run = folder / EVIL.replace("/", "|")
     show(browser, play, f"train/{named(run)}")
-    until(browser, "document.querySelectorAll('.alarm').length === 2")
+    until(browser, "document.querySelectorAll('.alarm[role]').length === 2")
     press(browser, "Show, measured and planned")
     until(browser, "document.querySelector('main svg text')")
     until(browser, f"document.querySelector('.sample pre')?.textContent === {json.dumps(EVIL)}")
@@ -135,22 +116,84 @@ def test_a_hostile_run_is_text(browser: Browser, play: Play, folder: Path) -> No
     check_quiet(browser, play, 1400)
 
 
-def test_a_step_is_shown_as_it_comes(browser: Browser, play: Play, folder: Path) -> None:
+def test_a_step_comes_and_nothing_under_the_hand_changes(browser: Browser, play: Play, folder: Path) -> None:
     run = make_run(folder / "live", steps=30)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join(lines[:10]))
+    (run / "metrics.jsonl").write_text("".join([*lines[:10], json.dumps({"step": 7, "alarm": "odd"}) + "\n"]))
     with owned(run):
         show(browser, play, f"train/{named(run)}")
-        until(browser, "document.querySelector('.lead[role]')?.textContent === 'training, step 7 of 30'")
-        until(browser, "[...document.querySelectorAll('button')].some((one) => one.textContent === 'Pause')")
+        until(browser, "document.querySelector('.head .lead')?.textContent === 'training, step 7 of 30'")
         until(
             browser, "document.querySelector('main').textContent.includes('trains')"
         )  # its rank: this process
+        until(browser, "document.querySelector('[aria-label=\"Another layout\"]')?.checkVisibility()")
+        # All that stands there and can have the focus, and what a screen reader says
+        browser.evaluate("""(() => {
+          const kinds = ':is(select, option, input, button, a, summary, .scroll, .copy pre)';
+          window.kept = [...document.querySelectorAll(`main ${kinds}`)];
+          window.said = [];
+          new MutationObserver((all) => all.forEach((one) => said.push(one.target.role + one.target.textContent)))
+            .observe(document.querySelector('[role=alert]').parentElement, { childList: true, subtree: true });
+          new MutationObserver(() => said.push(document.querySelector('main [role=status]').textContent))
+            .observe(document.querySelector('main [role=status]'), { childList: true });
+          document.querySelector('[aria-label="Another layout"]').focus(); })()""")
         with (run / "metrics.jsonl").open("a") as file:
             file.writelines(lines[10:])
-        until(browser, "document.querySelector('.lead[role]')?.textContent === 'training, step 30 of 30'")
-    until(browser, "document.querySelector('.lead[role]')?.textContent === 'complete, step 30 of 30'")
-    until(browser, "![...document.querySelectorAll('button')].some((one) => one.textContent === 'Pause')")
+        until(browser, "document.querySelector('.head .lead')?.textContent === 'training, step 30 of 30'")
+        assert browser.evaluate("kept.filter((one) => !one.isConnected).map((one) => one.outerHTML)") == []
+        assert browser.evaluate("[document.activeElement.ariaLabel, said]") == ["Another layout", []]
+    until(browser, "document.querySelector('.head .lead')?.textContent === 'complete, step 30 of 30'")
+    assert browser.evaluate("said") == ["complete"]
+    until(
+        browser,
+        "[...document.querySelectorAll('button')].every((b) => b.textContent !== 'Pause' || b.hidden)",
+    )
+    check_quiet(browser, play, 1400)
+
+
+def test_a_row_changes_and_its_controls_stay(browser: Browser, play: Play, folder: Path) -> None:
+    run = make_run(folder / "row", steps=20)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:10]))
+    with owned(run):
+        show(browser, play, "runs")
+        link = f"[...document.querySelectorAll('tbody a')].find((a) => a.hash.endsWith({named(run)!r}))"
+        until(browser, f"{link}?.textContent === 'training, step 6 of 20'")
+        browser.evaluate(f"{link}.focus(); {link}.closest('tr').querySelector('input').click()")
+        with (run / "metrics.jsonl").open("a") as file:
+            file.writelines(lines[10:])
+        until(browser, f"{link}.textContent === 'training, step 20 of 20'")
+        assert browser.evaluate(f"document.activeElement === {link}")
+        press(browser, "Compare")
+        until(browser, "document.querySelector('canvas')")
+        axis = "[...document.querySelectorAll('main select')].find((one) => one.value === 'step')"
+        browser.evaluate(f"(window.axis = {axis}).focus(); axis.value = 'tokens'; axis.onchange?.()")
+        browser.evaluate("axis.dispatchEvent(new Event('change'))")
+        until(browser, "document.querySelector('.u-legend th')?.textContent.startsWith('tokens')")
+        assert browser.evaluate("document.activeElement === axis")
+    check_quiet(browser, play, 1400)
+
+
+def test_a_hidden_page_leaves_its_streams(browser: Browser, play: Play, folder: Path) -> None:
+    show(browser, play, f"train/{named(folder / 'usual')}")
+    until(browser, "document.querySelectorAll('.copy button').length >= 2")
+    browser.evaluate(
+        "document.querySelector('.copy button').focus(); window.focused = document.activeElement"
+    )
+    before = len(browser.requests)
+    for hidden in ("true", "false"):
+        browser.evaluate(
+            f"Object.defineProperty(document, 'hidden', {{ value: {hidden}, configurable: true }})"
+        )
+        browser.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+        browser.evaluate("new Promise((done) => setTimeout(done, 100))")
+        asked = [url for url in browser.requests[before:] if re.search("/train/(jobs|watch)", url)]
+        assert len(asked) == (0 if hidden == "true" else 2), asked
+    until(
+        browser,
+        "performance.getEntriesByType('resource').filter((one) => one.name.includes('about')).length > 1",
+    )
+    assert browser.evaluate("document.activeElement === focused && focused.isConnected")
     check_quiet(browser, play, 1400)
 
 
@@ -186,6 +229,7 @@ def test_the_form_tells_what_is_wrong(browser: Browser, play: Play) -> None:
     show(browser, play, "train")
     until(browser, "document.querySelector('.starter option')")
     browser.evaluate("document.querySelector('.starter textarea').value = 'train.stepz=3'")
+    browser.evaluate("document.querySelector('.starter').closest('details').open = true")
     press(browser, "Train")
     until(browser, "document.getElementById('told').textContent.includes(\"did you mean 'steps'\")")
     assert browser.evaluate("document.getElementById('told').className") == "bad"

@@ -9,27 +9,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import observe_browser
 import pytest
+from observe_browser import Browser
 from observe_page import LUMINANCE, check_policy, check_structure
-from playing import Play, playing
+from playing import IDLE, Play, playing, press, slide, until
 from test_play_recorded import AT, cell, unpacked
 
 from fivefold.plan.cluster import measured
 from fivefold.play import recorded
 from fivefold.play.machine import answer
 from fivefold.play.position import Position
-
-PROGRAM = observe_browser.find()
-pytestmark = pytest.mark.skipif(PROGRAM is None, reason=observe_browser.MISSING)
-IDLE = "document.querySelector('.panel') && !document.querySelector('.panel[aria-busy]')"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[observe_browser.Browser]:
-    assert PROGRAM
-    with observe_browser.Browser(PROGRAM) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -39,30 +28,7 @@ def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Play]:
         yield found
 
 
-def wait(browser: observe_browser.Browser, what: str = IDLE) -> None:
-    until = time.monotonic() + 20
-    while not browser.evaluate(f"Boolean({what})"):
-        assert time.monotonic() < until, what
-        time.sleep(0.02)
-
-
-def slide(browser: observe_browser.Browser, label: str, value: str, panel: int = 0) -> None:
-    """Moves the slider of this label in a panel, -1: of the model, to a value in words."""
-    where = (
-        "document.querySelector('.model')" if panel < 0 else f"document.querySelectorAll('.panel')[{panel}]"
-    )
-    browser.evaluate(f"""(() => {{
-      const label = {json.dumps(label)}, value = {json.dumps(value)};
-      const row = [...{where}.querySelectorAll('.slider')].find((row) => row.firstChild.textContent === label);
-      const input = row.querySelector('input, select'), moved = () => input.dispatchEvent(new Event('input'));
-      if (input.tagName === 'SELECT') input.value = value;
-      else for (input.value = 0, moved(); row.querySelector('output').textContent !== value; moved()) input.stepUp();
-      moved();
-    }})()""")
-    wait(browser)
-
-
-def figures(browser: observe_browser.Browser, panel: int = 0) -> list[list[str]]:
+def figures(browser: Browser, panel: int = 0) -> list[list[str]]:
     found = f"[...document.querySelectorAll('.panel')[{panel}].querySelectorAll('.figures > div')]"
     parts = "[dt, dd.firstChild, dd.querySelector('small')].map((part) => part.textContent)"
     return browser.evaluate(f"{found}.map(({{ children: [dt, dd] }}) => {parts})")
@@ -72,19 +38,9 @@ def expected(at: Position, **moves: str) -> list[list[str]]:
     return json.loads(json.dumps(answer(at, moves)["figures"]))
 
 
-def click(browser: observe_browser.Browser, words: str) -> None:
-    browser.evaluate(
-        f"[...document.querySelectorAll('button')].find(e => e.textContent === {json.dumps(words)}).click()"
-    )
-    time.sleep(0.05)
-    wait(browser)
-
-
-def test_sliders_show_the_plan_and_lead_out_of_what_cannot_be(
-    browser: observe_browser.Browser, play: Play
-) -> None:
+def test_sliders_show_the_plan_and_lead_out_of_what_cannot_be(browser: Browser, play: Play) -> None:
     browser.open(f"{play.url}#machine")
-    wait(browser, f"{IDLE} && document.querySelectorAll('.panel figure').length")
+    until(browser, f"{IDLE} && document.querySelectorAll('.panel figure').length")
     said = browser.evaluate("document.querySelector('.panel .alarm').textContent")
     assert "has not been measured" in said
     assert "Measure this machine" in said
@@ -104,34 +60,33 @@ def test_sliders_show_the_plan_and_lead_out_of_what_cannot_be(
     assert figures(browser, 1) == []
     browser.evaluate("document.querySelectorAll('.panel')[1].querySelector('.alarm button').click()")
     time.sleep(0.05)
-    wait(browser)
+    until(browser, IDLE)
     assert len(figures(browser, 1)) == 5
     assert browser.evaluate("document.activeElement.tagName") == "H2", (
         "a button that has gone leaves the focus near"
     )
-    click(browser, "The same on 64 H100")
-    assert browser.evaluate("document.querySelectorAll('.panel').length") == 3
-    click(browser, "Remove")
+    press(browser, "The same on 64 H100")
+    until(browser, f"{IDLE} && document.querySelectorAll('.panel').length === 3")
+    press(browser, "Remove")
     assert browser.evaluate("document.querySelectorAll('.panel').length") == 2
     assert browser.errors == []
     check_structure(browser)
 
 
-def test_keys_move_a_slider(browser: observe_browser.Browser, play: Play) -> None:
+def test_keys_move_a_slider(browser: Browser, play: Play) -> None:
     browser.open(f"{play.url}#machine")
-    wait(browser, f"{IDLE} && document.querySelectorAll('.panel figure').length")
+    until(browser, f"{IDLE} && document.querySelectorAll('.panel figure').length")
     browser.evaluate("document.querySelectorAll('.panel')[1].querySelector('input[type=range]').focus()")
     browser.call("Input.dispatchKeyEvent", type="keyDown", key="Home", code="Home", windowsVirtualKeyCode=36)
-    wait(browser)
+    until(browser, IDLE)
     assert "1 x h100" in browser.evaluate("document.querySelectorAll('.panel h2')[1].textContent")
     assert browser.evaluate("document.activeElement.getAttribute('aria-valuetext')") == "1"
 
 
-def test_a_layout_goes_to_the_form_of_a_new_run(browser: observe_browser.Browser, play: Play) -> None:
+def test_a_layout_goes_to_the_form_of_a_new_run(browser: Browser, play: Play) -> None:
     at = {"recipe": "dial", "layout": "dp=2,tp=2", "sets": "model.depth=3\ntrain.microbatch_size=1"}
-    browser.open("about:blank")
     browser.open(f"{play.url}#train/new/{quote(json.dumps(at))}")
-    wait(browser, "document.querySelector('.starter select')?.value === 'dial'")
+    until(browser, "document.querySelector('.starter select')?.value === 'dial'")
     assert browser.evaluate("document.querySelector('.starter input').value") == at["layout"]
     assert browser.evaluate("document.querySelector('.starter textarea').value") == at["sets"]
     assert browser.evaluate("document.querySelector('.starter').closest('details').open")
@@ -140,12 +95,9 @@ def test_a_layout_goes_to_the_form_of_a_new_run(browser: observe_browser.Browser
 
 @pytest.mark.parametrize("width", [1400, 390])
 @pytest.mark.parametrize("dark", [False, True])
-def test_page_fits_and_has_contrast(
-    browser: observe_browser.Browser, play: Play, width: int, dark: bool
-) -> None:
-    browser.open("about:blank")
+def test_page_fits_and_has_contrast(browser: Browser, play: Play, width: int, dark: bool) -> None:
     browser.open(f"{play.url}#machine", width, dark=dark)
-    wait(browser, f"{IDLE} && document.querySelectorAll('.panel figure').length")
+    until(browser, f"{IDLE} && document.querySelectorAll('.panel figure').length")
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
     assert browser.errors == []
     labels = "[...document.querySelectorAll('input, select')].every(e => e.labels.length === 1)"
@@ -157,12 +109,12 @@ def test_page_fits_and_has_contrast(
         assert (max(ink, paper) + 0.05) / (min(ink, paper) + 0.05) >= 4.5, selector
 
 
-def test_the_recorded_page_shows_what_was_recorded(browser: observe_browser.Browser, tmp_path: Path) -> None:
+def test_the_recorded_page_shows_what_was_recorded(browser: Browser, tmp_path: Path) -> None:
     path, image = tmp_path / "plan.html", "x<img src=x onerror='window.hacked = 1'>"
     path.write_text(recorded.page(AT, image, "a plan", budget=24)[0])
     data: dict[str, Any] = unpacked(path.read_text())
     browser.open(path, 390)
-    wait(browser, f"{IDLE} && document.querySelectorAll('.panel figure').length")
+    until(browser, f"{IDLE} && document.querySelectorAll('.panel figure').length")
     assert browser.requests == [path.as_uri()], "the page asks for nothing but itself"
     assert browser.errors == []
     assert browser.evaluate("window.hacked === undefined")

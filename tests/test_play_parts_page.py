@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import observe_browser
 import pytest
+from observe_browser import Browser
 from observe_page import check_structure
-from playing import Play, playing
+from playing import Play, drop, give, playing, press, until
 from test_chat import make_run
 from test_play_talk import HOSTILE, metrics
 
-PROGRAM = observe_browser.find()
-pytestmark = pytest.mark.skipif(PROGRAM is None, reason=observe_browser.MISSING)
 DONE = "[...document.querySelectorAll('main button')].some((e) => e.textContent === 'Stop' && e.disabled)"
 READY = "document.querySelector('button.main:not(:disabled)')"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[observe_browser.Browser]:
-    assert PROGRAM
-    with observe_browser.Browser(PROGRAM) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -40,35 +28,21 @@ def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Play]:
 class Page:
     """A part of the page, used as a person would."""
 
-    def __init__(self, browser: observe_browser.Browser, play: Play, part: str, dark: bool = False) -> None:
+    def __init__(self, browser: Browser, play: Play, part: str, dark: bool = False) -> None:
         self.browser, self.all = browser, browser.evaluate
         browser.open(f"{play.url}#{part}", 390, 844, dark=dark)
 
     def wait(self, what: str) -> None:
-        until = time.monotonic() + 60
-        while not self.all(f"Boolean({what})"):
-            assert time.monotonic() < until, (what, self.text("main"), self.browser.errors)
-            time.sleep(0.02)
+        until(self.browser, what)
 
     def text(self, selector: str) -> str:
         return self.all(f"document.querySelector({selector!r})?.textContent ?? ''")
 
-    def give(self, label: str, value: Any) -> None:
-        """Fills the field with this label, or chooses an option of it that contains the value."""
-        self.all(f"""(() => {{
-          const label = {json.dumps(label)}, value = {json.dumps(str(value))};
-          const fields = [...document.querySelectorAll('.field')];
-          const field = fields.find((e) => e.querySelector('span').textContent === label);
-          const input = field.querySelector('input, select, textarea');
-          input.value = input.options ? [...input.options].find((o) => o.textContent.includes(value)).value : value;
-          input.dispatchEvent(new Event('input'));
-          input.dispatchEvent(new Event('change'));
-        }})()""")
+    def give(self, label: str, value: object) -> None:
+        give(self.browser, label, value)
 
     def press(self, words: str) -> None:
-        self.all(
-            f"[...document.querySelectorAll('main button')].find((e) => e.textContent === {json.dumps(words)}).click()"
-        )
+        press(self.browser, words)
 
     def key(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):
@@ -82,7 +56,7 @@ class Page:
         check_structure(self.browser)
 
 
-def test_prove(browser: observe_browser.Browser, play: Play) -> None:
+def test_prove(browser: Browser, play: Play) -> None:
     page = Page(browser, play, "prove/dp=2")
     page.wait("document.querySelector('.where')?.textContent === 'start'")
     page.give("Collective", "all_gather")
@@ -118,9 +92,7 @@ def test_prove(browser: observe_browser.Browser, play: Play) -> None:
 @pytest.mark.parametrize(
     ("place", "layout"), [("prove//quickstart", ""), ("prove/100%", "100%"), ("prove/", "dp=2")]
 )
-def test_an_address_may_be_typed(
-    browser: observe_browser.Browser, play: Play, place: str, layout: str
-) -> None:
+def test_an_address_may_be_typed(browser: Browser, play: Play, place: str, layout: str) -> None:
     page = Page(browser, play, place)
     page.wait("document.querySelector('.prove .field input')")
     label = "[...document.querySelectorAll('.field')].find((e) => e.innerText.startsWith('Layout'))"
@@ -128,7 +100,7 @@ def test_an_address_may_be_typed(
     page.check()
 
 
-def test_a_server_that_has_gone_is_told_of(browser: observe_browser.Browser, tmp_path: Path) -> None:
+def test_a_server_that_has_gone_is_told_of(browser: Browser, tmp_path: Path) -> None:
     with playing(tmp_path) as gone:
         page = Page(browser, gone, "runs")
         page.wait("document.querySelector('.runs h1')")
@@ -136,18 +108,13 @@ def test_a_server_that_has_gone_is_told_of(browser: observe_browser.Browser, tmp
     browser.errors.clear()
 
 
-def test_text(browser: observe_browser.Browser, play: Play) -> None:
+def test_text(browser: Browser, play: Play) -> None:
     page = Page(browser, play, "text")
     page.wait("document.querySelector('.sample')")
     assert "609" not in page.text("h1")
-    words = json.dumps([[f"{HOSTILE}.txt", HOSTILE * 400], ["rows.csv", "text\n" + "a row of mine\n" * 400]])
-    page.all(f"""(() => {{
-      const moved = new DataTransfer();
-      for (const [name, text] of {words}) moved.items.add(new File([text], name));
-      document.querySelector('.drop').dispatchEvent(new DragEvent('drop', {{ dataTransfer: moved, bubbles: true }}));
-    }})()""")
+    drop(browser, [(f"{HOSTILE}.txt", HOSTILE * 400), ("rows.csv", "text\n" + "a row of mine\n" * 400)])
     page.wait(
-        "document.querySelector('.row input').value.includes('texts-1') && document.querySelector('.sample')"
+        "document.querySelector('.row input')?.value.includes('texts-1') && document.querySelector('.sample')"
     )
     assert page.all("[...document.querySelectorAll('.text dd')].map((e) => e.firstChild.textContent)")[
         :2
@@ -160,7 +127,7 @@ def test_text(browser: observe_browser.Browser, play: Play) -> None:
     page.check()
 
 
-def test_talk(browser: observe_browser.Browser, play: Play) -> None:
+def test_talk(browser: Browser, play: Play) -> None:
     page = Page(browser, play, "talk")
     page.wait(READY)
     page.give("Run", "base")

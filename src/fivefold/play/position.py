@@ -37,6 +37,7 @@ FIELDS = {
 }
 """Moves that set a field of the recipe."""
 AXES = ("dp", "tp", "cp", "pp", "ep", "zero", "virtual_stages")
+FOLD = {"false": False, "true": True}
 LABELS = {
     "depth": "Size: depth",
     "seq_len": "Tokens in a sequence",
@@ -51,6 +52,7 @@ LABELS = {
     "schedule": "Schedule",
     "virtual_stages": "Stages per rank",
     "ep": "Expert parallel (ep)",
+    "ep_fold": "Experts over tp, too (ep_fold)",
     "recompute": "Recomputation",
     "microbatch": "Microbatch",
     "precision": "Precision",
@@ -160,7 +162,7 @@ def other(at: Position, key: str, value: str, devices: int) -> tuple[Position, i
     if key == "devices":
         devices = max(1, whole(key, value))
         return at.on(devices), devices
-    if key not in (*AXES, "schedule", "recompute"):
+    if key not in (*AXES, "schedule", "recompute", "ep_fold"):
         raise UserError(f"'{key[:40]}' is no slider{did_you_mean(key, LABELS)}")
     return at, devices
 
@@ -182,8 +184,8 @@ def layout_moved(layout: Layout, devices: int, key: str, value: str, base: Recip
         unset = {name: getattr(Layout(), name) for name in ("bare_ends", *TUNED)}
         stages = SCHEDULES[value].stages[0]
         return replace(layout, schedule=value, virtual_stages=stages, **unset), devices
-    if key in ("schedule", "recompute"):
-        return replace(layout, **{key: value}), devices
+    if key in ("schedule", "recompute", "ep_fold"):
+        return replace(layout, **{key: FOLD.get(value, value) if key == "ep_fold" else value}), devices
     if key == "virtual_stages":
         return replace(layout, virtual_stages=whole(key, value)), devices
     if key == "zero":
@@ -212,6 +214,7 @@ def _with_dp(layout: Layout, dp: int) -> Layout:
 def _on_axis(own: Layout, axis: str, size: int, seq_len: int) -> Layout:
     """With this size of an axis, and with what another size of it cannot keep as plain as it is by default."""
     layout, plain = replace(own, **{axis: size}), Layout()
+    layout = replace(layout, ep_fold=layout.ep_fold and layout.tp > 1 and layout.ep > 1)
     if axis == "tp":
         several = size > 1
         layout = replace(
@@ -259,6 +262,8 @@ def controls(at: Position, base: Recipe, machine: Cluster, layout: Layout) -> li
             sizes["virtual_stages"] = range(made.stages[0], last + 1), layout.virtual_stages
     if card_of(full.model).has_experts:
         sizes["ep"] = _powers(full.model.experts or 1, layout.ep), layout.ep
+        if layout.tp > 1 and layout.ep > 1:
+            sizes["ep_fold"] = [*FOLD], str(layout.ep_fold).lower()
     return [control(key, *sizes[key]) for key in LABELS if key in sizes]
 
 

@@ -24,8 +24,8 @@ from fivefold.play.state import SHIPPED, State, as_json, get
 from fivefold.recipe import Recipe, load
 from fivefold.recipe.messages import toml_value
 
-RECIPE = "quickstart"
-"""What the text is looked at for."""
+RECIPE, CHAT = "quickstart", "plain"
+"""What the text is looked at for, and the template of conversations."""
 KINDS = (".txt", ".md", ".jsonl", ".parquet", ".csv")
 MOST_BYTES = 256 << 20
 """Of a file that is dropped."""
@@ -50,23 +50,24 @@ def routes(state: State) -> list[Route]:
 
 
 def about(state: State, name: str) -> dict[str, Any]:
-    """What a source holds: {facts: lines, set: the recipe's field, files, documents, tokens (null: not counted),
-    seconds (of one pass here; null: unknown), why (it is), samples: [[file, text]]}. Raises UserError: it lies outside
-    of the page's folders, or holds no text."""
+    """What a source holds: {facts: lines, set: fields of the recipe, one per line, files, documents, tokens (null: not
+    counted), seconds (of one pass here; null: unknown), why (it is), samples: [[file, text]]}. Raises UserError: it
+    lies outside of the page's folders, or holds no text."""
     if not name.isprintable() or re.match(r"\w+:", name):
         raise UserError(
             f"{printable(name)[:500]}: the page looks at files and folders in the page's folders only"
         )
-    source, field = state.source(name), f"data.source={toml_value(name)}"
-    recipe = load(RECIPE, [field])
-    answer: dict[str, Any] = {"set": field, "files": len(source.files), "documents": None, "tokens": None}
+    source, sets = state.source(name), [f"data.source={toml_value(name)}"]
+    files, fields = FileSplit(source.files), Fields(load(RECIPE, sets).data.text_key, chat=True)
+    documents = [*islice(files.samples(fields, SAMPLES), SAMPLES)]
+    sets += [f"data.chat_template={CHAT}"] * any(one.messages is not None for one in documents)
+    recipe, texts = load(RECIPE, sets), {"set": "\n".join(sets), "files": len(source.files)}
+    answer: dict[str, Any] = texts | {"documents": None, "tokens": None}
     if source.size <= COUNTED:
         info = prepare_source(recipe, None, None).info
         answer |= {key: sum(info[key].values()) for key in ("documents", "tokens")}
-    files, fields = FileSplit(source.files), Fields(recipe.data.text_key)
     if files.single:  # of which a piece is held out
         answer["documents"] = 1
-    documents = islice(files.samples(fields, SAMPLES), SAMPLES)
     samples = [[printable(source.files[one.file].name), printable(one.text[:LONGEST])] for one in documents]
     try:
         lines = facts.check(recipe)

@@ -69,7 +69,8 @@ def jobs(state: State) -> Iterator[Any]:
 
 
 def watched(state: State, run: Path) -> Iterator[Any]:
-    """What is new of a run: its condition, metrics (`watch.Tail.read`), ranks, restarts, and what it prints."""
+    """What is new of a run: its condition, metrics (`watch.Tail.read`), ranks, restarts, what it prints, and
+    whether a step's timeline was measured."""
     tail, last = watch.Tail(run), dict[str, Any]()
     while True:
         now = {
@@ -81,6 +82,7 @@ def watched(state: State, run: Path) -> Iterator[Any]:
                 for line in faults.read_restarts(run)[-5:]
             ],
             "said": state.jobs.said(run)[-1500:],
+            "timeline": has_timeline(run),
         }
         new = {key: value for key, value in now.items() if value != last.get(key)}
         last = now
@@ -98,8 +100,12 @@ def about(run: Path) -> dict[str, Any]:
         "layout": watch.layout_of(run),
         "command": command(["train", str(path)]),
         "resume": command(["train", str(run), "--resume"]),
-        "timeline": any((run / "traces").glob("timeline-step-*.json")),
+        "timeline": has_timeline(run),
     }
+
+
+def has_timeline(run: Path) -> bool:
+    return any((run / "traces").glob("timeline-step-*.json"))
 
 
 def timeline(run: Path) -> dict[str, Any]:

@@ -24,13 +24,24 @@ export const post = (path, body = {}) =>
   answer(fetch(address(path), { method: "POST", body: body instanceof Blob ? body : JSON.stringify(body) }));
 
 /** Calls onMessage(value) for each event, {error} among them. path may be [path, params]. Returns a function that ends it.
- * A server that does not answer is told of once; the browser asks again by itself. */
-export function events(path, onMessage) {
-  const source = new EventSource(address(...[path].flat()));
-  let told = false;
-  source.onopen = () => { told = false; };
-  source.onerror = () => { if (!told) tell(SILENT, true); told = true; };
-  source.onmessage = (event) => onMessage(JSON.parse(event.data));
-  source.addEventListener("end", () => source.close());
-  return () => source.close();
+ * A server that does not answer is told of once; the browser asks again by itself. A browser has six connections to a
+ * server, so a hidden page leaves its stream, unless `hidden`, and asks anew when it is seen again. */
+export function events(path, onMessage, hidden = false) {
+  let source = null, told = false;
+  const close = () => { source?.close(); source = null; };
+  function open() {
+    source = new EventSource(address(...[path].flat()));
+    source.onopen = () => { told = false; };
+    source.onerror = () => { if (!told) tell(SILENT, true); told = true; };
+    source.onmessage = (event) => onMessage(JSON.parse(event.data));
+    source.addEventListener("end", end);
+  }
+  const turn = () => { if (document.hidden && !hidden) close(); else if (!source) open(); };
+  function end() {
+    close();
+    document.removeEventListener("visibilitychange", turn);
+  }
+  document.addEventListener("visibilitychange", turn);
+  turn();
+  return end;
 }

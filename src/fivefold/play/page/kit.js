@@ -53,9 +53,36 @@ export function picture(text, label) {
 
 /** A table. rows: arrays of text or elements; the first cell names its row. label: for screen readers. */
 export const table = (head, rows, label = "Table") => el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label },
-  el("table", {}, el("thead", {}, el("tr", {}, head.map((cell) => el("th", { scope: "col" }, cell)))),
-    el("tbody", {}, rows.map(([first, ...cells]) =>
-      el("tr", {}, el("th", { scope: "row" }, first), cells.map((cell) => el("td", {}, cell)))))));
+  el("table", {}, el("thead", {}, el("tr", {}, head.map((cell) => el("th", { scope: "col" }, cell)))), el("tbody", {}, trs(rows))));
+export const trs = (rows) => rows.map(([first, ...cells]) =>
+  el("tr", {}, el("th", { scope: "row" }, first), cells.map((cell) => el("td", {}, cell))));
+
+/** Shows a list in a place. What was there by its key stays the same element: it keeps the focus, a select stays open, and
+ * a screen reader does not say it again. make: an element of one, whose `set`, if it has one, takes what is new of it. */
+export function keep(place, list, key, make) {
+  const before = place.kept ?? new Map(), now = place.kept = new Map();
+  for (const one of list) {
+    const name = key(one), element = before.get(name) ?? make(one);
+    now.set(name, element);
+    element.set?.(one);
+  }
+  for (const [name, element] of before) if (now.get(name) !== element) element.remove();
+  [...now.values()].forEach((element, i) => { if (place.children[i] !== element) place.insertBefore(element, place.children[i] ?? null); });
+}
+
+/** Recipes by family: {family: names}. One that is not among them is a run's. */
+export function recipes(families, chosen) {
+  const known = Object.values(families).flat().includes(chosen);
+  const made = el("select", {}, !known && chosen && el("option", {}, chosen),
+    Object.entries(families).map(([label, names]) => el("optgroup", { label }, options(names))));
+  made.value = chosen;
+  return made;
+}
+export const options = (names) => names.map((name) => el("option", {}, name));
+
+/** Recipe fields, one per line. */
+export const fields = (value, placeholder) => el("textarea", { rows: 3, cols: 40, placeholder, spellcheck: "false" }, value);
+export const lines = (area) => area.value.split("\n").map((line) => line.trim()).filter(Boolean);
 
 /** A field with its label. */
 export const field = (words, input, note) => el("label", { class: "field" }, el("span", {}, words), input, note && el("small", {}, note));

@@ -1,8 +1,9 @@
 // The part "Machine": sliders of a model and of one or more machines, and what the planner says where they stand. All
 // figures and pictures are the server's; a page that opens offline has answers that were recorded (recorded.py).
-import { button, copyable, el, field, picture, table } from "./kit.js";
+import { button, copyable, el, field, keep, picture, recipes, table } from "./kit.js";
 
 const SECOND = { cluster: "h100:64" };
+const MOST_PROVEN = 8; // ranks that a proof on this machine has, at most
 
 let made = 0; // sliders, for their names
 
@@ -17,42 +18,29 @@ function control({ key, range }, moves) {
     input.setAttribute("aria-valuetext", output.textContent);
   };
   input.addEventListener("input", () => { say(); moves(key, values[now()]); });
-  return {
-    row: el("div", { class: "slider" }, label, range && output, input), range,
-    set(one) {
-      ({ values, words } = one);
-      label.textContent = one.label;
-      input.disabled = values.length < 2;
-      if (range) input.max = values.length - 1;
-      else if (input.options.length !== values.length || [...input.options].some((o, i) => o.value !== values[i]))
-        input.replaceChildren(...values.map((value, i) => el("option", { value }, words[i])));
-      if (range) input.value = one.at; else input.selectedIndex = one.at;
-      say();
-    },
+  const row = el("div", { class: "slider" }, label, range && output, input);
+  row.set = (one) => {
+    ({ values, words } = one);
+    label.textContent = one.label;
+    input.disabled = values.length < 2;
+    if (range) input.max = values.length - 1;
+    else keep(input, values.map((value, i) => [value, words[i]]), String, ([value, text]) => el("option", { value }, text));
+    if (range) input.value = one.at; else input.selectedIndex = one.at;
+    say();
   };
+  return row;
 }
 
 /** Sliders in a box, by the server's list. */
-function sliders(box, moves) {
-  const made = new Map();
-  return (list) => {
-    for (const one of list) {
-      if (made.get(one.key)?.range !== one.range) made.set(one.key, control(one, moves));
-      made.get(one.key).set(one);
-    }
-    const rows = list.map((one) => made.get(one.key).row);
-    for (const row of [...box.children]) if (!rows.includes(row)) row.remove(); // the others keep the focus
-    rows.forEach((row, i) => { if (box.children[i] !== row) box.insertBefore(row, box.children[i] ?? null); });
-  };
-}
+const sliders = (box, moves) => (list) => keep(box, list, (one) => `${one.key} ${one.range}`, (one) => control(one, moves));
 
 /** One machine. Of moves that come while an answer is awaited, the last one is asked for. */
 function machine(api, position, known, remove) {
-  const title = el("h2", { tabindex: -1 }), box = el("div", { class: "sliders" }), shown = el("div", {});
+  const title = el("h2", { tabindex: -1 }), box = el("div", { class: "sliders" }), wrong = el("div"), shown = el("div");
   const figures = el("dl", { class: "figures", "aria-live": "polite" });
   const price = el("input", { type: "number", min: 0, step: "any", placeholder: "none" });
   const root = el("section", { class: "panel" }, el("div", { class: "row title" }, title, remove && button("Remove", remove)),
-    box, !api.recorded && field("Price per device-hour", price), figures, shown);
+    box, !api.recorded && field("Price per device-hour", price), figures, wrong, shown);
   const set = sliders(box, (move, to) => ask({ move, to }));
   price.addEventListener("change", () => ask({ move: "price", to: price.value }));
   let waiting = null, asking = false, opened = false;
@@ -78,7 +66,6 @@ function machine(api, position, known, remove) {
 
   const chosen = ({ words, position }) => button(words, async () => { await ask({ position }); title.focus(); });
   function problem({ problem, nearest, measure, position: there }) {
-    if (!problem) return null;
     const back = there || measure ? null : button("Back", () => ask({}));
     return el("div", { class: "alarm", role: "alert" }, el("p", {}, problem),
       nearest.length ? el("p", {}, "Nearest: ", nearest.map(chosen)) : null,
@@ -120,11 +107,14 @@ function machine(api, position, known, remove) {
     root.classList.toggle("empty", !box.firstChild);
     figures.replaceChildren(...facts.map(([name, text, note]) =>
       el("div", {}, el("dt", {}, name), el("dd", {}, text, el("small", {}, note)))));
+    const { problem: words, nearest, measure } = answer;
+    keep(wrong, words ? [answer] : [], () => JSON.stringify([words, nearest, measure, !answer.position]), problem);
     shown.replaceChildren(...[
-      problem(answer),
       facts.length > 0 && el("p", { class: "layout" }, position.layout.split(/(?<=,)/).flatMap((part) => [part, el("wbr")])),
       command && el("div", { class: "row" }, here && fits && !api.recorded &&
-        button("Train this", () => api.go("train", "new", JSON.stringify(position)), { class: "main" }), found[0]), command && found[1],
+        button("Train this", () => api.go("train", "new", JSON.stringify(position)), { class: "main" }), fits && !api.recorded && Number(position.cluster.split(":").pop()) <= MOST_PROVEN &&
+        button("Prove this layout", () => api.go("prove", position.layout, position.recipe, "", ...position.sets.split("\n").filter(Boolean))),
+        found[0]), command && found[1],
       el("div", { class: "pictures" }, pictures.map(([name, note, svg]) =>
         el("figure", {}, picture(svg, name), el("figcaption", {}, note)))),
       command && el("details", { open: opened, ontoggle: (event) => { opened = event.target.open; } },
@@ -148,12 +138,10 @@ export async function show(root, api) {
   const start = await api.get("machine/start"), all = [];
   const box = el("div", { class: "sliders" }), facts = el("div", {}), machines = el("div", { class: "machines" });
   const set = sliders(box, (move, to) => all.forEach((one) => one.ask({ move, to })));
-  const recipe = el("select", { onchange: () => all.forEach((one) => one.ask({ move: "recipe", to: recipe.value })) },
-    start.recipes.map(([family, names]) => el("optgroup", { label: family }, names.map(([name]) => el("option", { value: name }, name)))));
+  const recipe = recipes(Object.fromEntries(start.recipes.map(([family, names]) => [family, names.map(([name]) => name)])),
+    api.place?.[0] ?? start.recipe);
+  recipe.addEventListener("change", () => all.forEach((one) => one.ask({ move: "recipe", to: recipe.value })));
   const about = new Map(start.recipes.flatMap(([, names]) => names)), said = el("p", { class: "aside" });
-  const own = api.place?.[0] ?? start.recipe;
-  if (own && !about.has(own)) recipe.prepend(el("option", { value: own }, own));
-  recipe.value = own;
 
   function shared(answer) {
     set(answer.controls.filter((one) => one.shared));

@@ -1,5 +1,5 @@
 // Prove: a layout against one process, and a collective round by round.
-import { button, copyable, el, field, table, tell } from "./kit.js";
+import { button, copyable, el, field, fields, keep, lines, options, recipes, table, tell } from "./kit.js";
 import { player } from "./player.js";
 
 const NAMES = { loss: "Loss", gradients: "Gradients", grad_norm: "Gradient norm", weights: "Weights" };
@@ -7,36 +7,43 @@ const IS = { runs: "Running.", ended: "It has ended without a result." };
 
 export async function show(root, api) {
   const [{ families }, { modes, collectives }] = await Promise.all([api.get("train/recipes"), api.get("prove/choices")]);
-  const [given, of = "quickstart", name, ...sets] = api.place, options = (names) => names.map((one) => el("option", {}, one));
-  const recipe = el("select", {}, Object.entries(families).map(([family, names]) => el("optgroup", { label: family }, options(names))));
-  if (!Object.values(families).flat().includes(of)) recipe.prepend(el("option", {}, of));
-  recipe.value = of;
+  const [given, of = "quickstart", name, ...sets] = api.place, recipe = recipes(families, of);
   const layout = el("input", { value: given ?? "dp=2", size: 24, spellcheck: "false" }), mode = el("select", {}, options(modes));
   const steps = el("input", { type: "number", value: 3, min: 1, max: 20 }), result = el("div");
-  const set = el("textarea", { rows: 2, cols: 40, placeholder: "model.layers=2\ndata.source=stdlib", spellcheck: "false" }, sets.join("\n"));
+  const set = fields(sets.join("\n"), "model.layers=2\ndata.source=stdlib");
   root.append(el("h1", {}, "Prove"), el("section", {}, el("h2", {}, "A layout against one process"),
     el("p", { class: "lead" }, "Both train a few steps on the same batches. Losses, every gradient and every weight must be equal up to rounding."),
     el("div", { class: "row" }, field("Recipe", recipe), field("Layout", layout), field("Precision", mode), field("Steps", steps),
       button("Prove", async () => {
-        const fields = set.value.split("\n").map((line) => line.trim()).filter(Boolean), words = layout.value.trim();
-        const made = await api.post("prove/start", { recipe: recipe.value, layout: words, set: fields, mode: mode.value, steps: Number(steps.value) });
+        const words = layout.value.trim(), sets = lines(set);
+        const made = await api.post("prove/start", { recipe: recipe.value, layout: words, set: sets, mode: mode.value, steps: Number(steps.value) });
         tell(made.command);
-        api.go("prove", words, recipe.value, made.name, ...fields);
-      }, { class: "main" }), button("Stop", () => api.post("prove/stop"))), field("Recipe fields, one per line", set), result), stepper(api, collectives, options));
-  return name && api.events(["prove/watch", { name }], (found) => {
+        api.go("prove", words, recipe.value, made.name, ...sets);
+      }, { class: "main" }), button("Stop", () => api.post("prove/stop"))), field("Recipe fields, one per line", set), result), stepper(api, collectives));
+  if (!name) return null;
+  const state = el("p", { class: "lead", role: "status" }), text = el("pre", { tabindex: 0 }), proof = el("div");
+  result.append(state, text, proof);
+  return api.events(["prove/watch", { name }], (found) => {
     if (found.error) return tell(found.error, true);
-    const quoted = sets.map((text) => ` --set '${text.replaceAll("'", "'\\''")}'`).join("");
-    const { report, said } = found, words = report && `${report.layout} ${report.passed ? "computes" : "does NOT compute"} the same as one process.`;
-    result.replaceChildren(el("p", { class: report ? `verdict ${report.passed ? "good" : "bad"}` : "lead", role: "status" }, words || IS[found.is]),
-      report ? table(["", "Difference", "Allowed", "", "Largest at"], Object.entries(NAMES).map(([key, title]) => [title, report[key].max_rel.toExponential(1),
-        report.tolerance[key].toExponential(1), report[key].passed ? "ok" : "WRONG", report[key].worst])) : el("pre", { tabindex: 0 }, said || "..."),
-      ...(report?.notes ?? []).map((note) => el("p", {}, `Note: ${note}`)),
-      report ? copyable(`fivefold verify ${of}${quoted}${given && ` --layout ${given}`} --steps ${report.steps} --mode ${report.mode}`, "The same in the terminal") : "");
+    const { report, said } = found;
+    const words = report ? `${report.layout} ${report.passed ? "computes" : "does NOT compute"} the same as one process.` : IS[found.is];
+    if (state.textContent !== words) state.textContent = words;
+    [text.textContent, text.hidden] = [said || "...", Boolean(report)];
+    if (report) state.className = `verdict ${report.passed ? "good" : "bad"}`;
+    keep(proof, report ? [report] : [], JSON.stringify, shown);
   });
+
+  function shown(report) {
+    const quoted = sets.map((text) => ` --set '${text.replaceAll("'", "'\\''")}'`).join("");
+    return el("div", {}, table(["", "Difference", "Allowed", "", "Largest at"], Object.entries(NAMES).map(([key, title]) => [title,
+      report[key].max_rel.toExponential(1), report.tolerance[key].toExponential(1), report[key].passed ? "ok" : "WRONG", report[key].worst])),
+    report.notes.map((note) => el("p", {}, `Note: ${note}`)),
+    copyable(`fivefold verify ${of}${quoted}${given && ` --layout ${given}`} --steps ${report.steps} --mode ${report.mode}`, "The same in the terminal"));
+  }
 }
 
 /** A collective of one's choice, with the program of the offline pages. */
-function stepper(api, collectives, options) {
+function stepper(api, collectives) {
   const primitive = el("select", { onchange: () => { algorithms(); draw(); } }, options(Object.keys(collectives)));
   const algorithm = el("select", { onchange: () => draw() }), place = el("div");
   const number = (value, more) => el("input", { type: "number", value, onchange: () => draw(), ...more });

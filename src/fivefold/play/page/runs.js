@@ -1,5 +1,5 @@
 // Runs: all of them with their figures, some side by side, and what can be made of one.
-import { button, copyable, el, field, picture, table, tell } from "./kit.js";
+import { button, copyable, el, field, keep, picture, table, tell } from "./kit.js";
 import { curves, spans } from "./curves.js";
 import { state } from "./train.js";
 
@@ -7,33 +7,52 @@ const DASHES = [[], [6, 4], [2, 3], [8, 3, 2, 3]];
 
 export async function show(root, api) {
   const rows = new Map(), picked = new Set(api.place);
-  let titles = null, best = {}, order = "", down = false, leave = null;
-  const filter = el("input", { type: "search", placeholder: "name, layout, architecture", oninput: () => list() });
-  const place = el("div", { class: "words" }), beside = el("div"), more = el("div");
-  const sweeps = el("div", { class: "row" }), live = !api.recorded;
+  let titles = null, keys = [], best = {}, order = "", down = false, plot = null;
+  const filter = el("input", { type: "search", size: 26, placeholder: "name, layout, architecture", oninput: () => list() });
+  const sweeps = el("div", { class: "row" }), live = !api.recorded, more = el("div"), none = el("p", { class: "none" });
+  const all = table(["Run", ...(live ? ["More", "State"] : []), "Layout"], [], "Runs");
+  const [heads, body] = all.querySelectorAll("tr, tbody"), fixed = [...heads.children];
+  const axis = el("select", { onchange: () => draw() }), kind = el("select", { "aria-label": "Loss", onchange: () => draw() });
+  const span = spans((share) => plot?.last(share)), shown = el("div"), beside = el("section", { hidden: true },
+    el("h2", {}, "Side by side"), el("div", { class: "row" }, el("label", {}, "over ", axis), kind, span), shown);
   root.append(...(live ? [el("h1", {}, "Runs")] : []), el("div", { class: "row" }, field("Filter", filter),
-    button("Compare", () => compare(), { class: "main" }), sweeps), place, more, beside);
+    button("Compare", () => compare(), { class: "main" }), sweeps), el("div", { class: "words" }, all, none), more, beside);
 
   function list() {
     const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
     const text = (row) => `${row.name} ${row.layout} ${row.arch} ${row.kind}`.toLowerCase();
-    const shown = [...rows.values()].filter((row) => words.every((word) => text(row).includes(word)));
-    if (order) shown.sort((a, b) => ((a.figures?.[order] ?? Infinity) - (b.figures?.[order] ?? Infinity)) * (down ? -1 : 1));
-    const keys = Object.keys(titles ?? {}).filter((key) => shown.some((row) => row.shown?.[key] != null));
-    const head = (key) => el("button", { type: "button", class: "plain", onclick: () => { down = order === key && !down; order = key; list(); } },
-      titles[key], order === key ? (down ? " ↓" : " ↑") : "");
-    const box = (row) => el("label", {}, el("input", { type: "checkbox", checked: picked.has(row.name), onchange: (event) => {
-      event.target.checked ? picked.add(row.name) : picked.delete(row.name);
-    } }), " ", row.label ?? row.name);
-    const kept = document.activeElement?.closest?.("td, th") && document.activeElement.textContent;
-    const own = (row) => [button("More", () => about(row.name), { "aria-label": `More on ${row.name}` }),
-      el("a", { href: `#train/${encodeURIComponent(row.name)}` }, row.kind ? state(row) : "...")];
-    const figure = (row, key) => (picked.has(row.name) && best[key] != null && row.figures?.[key] === best[key]
-      ? el("b", {}, row.shown[key]) : row.shown?.[key] ?? "");
-    place.replaceChildren(shown.length ? table(["Run", ...(live ? ["More", "State"] : []), "Layout", ...keys.map(head)], shown.map((row) =>
-      [box(row), ...(live ? own(row) : []), row.layout || row.problem || "", ...keys.map((key) => figure(row, key))]), "Runs")
-      : el("p", { class: "none" }, rows.size ? "No run matches." : "There is no run here yet. Train one."));
-    if (kept) [...place.querySelectorAll("button")].find((one) => one.textContent === kept)?.focus();
+    const found = [...rows.values()].filter((row) => words.every((word) => text(row).includes(word)));
+    if (order) found.sort((a, b) => ((a.figures?.[order] ?? Infinity) - (b.figures?.[order] ?? Infinity)) * (down ? -1 : 1));
+    keys = Object.keys(titles ?? {}).filter((key) => found.some((row) => row.shown?.[key] != null));
+    keep(heads, [...fixed, ...keys], (key) => key.textContent ?? key, (key) => (key.textContent ? key : head(key)));
+    keep(body, found, (row) => row.name, line);
+    [all.hidden, none.hidden] = [!found.length, found.length > 0];
+    none.textContent = rows.size ? "No run matches." : "There is no run here yet. Train one.";
+  }
+
+  function head(key) {
+    const sign = el("span"), made = el("th", { scope: "col" }, el("button", { type: "button", class: "plain",
+      onclick: () => { down = order === key && !down; order = key; list(); } }, titles[key], sign));
+    made.set = () => { sign.textContent = order === key ? (down ? " ↓" : " ↑") : ""; };
+    return made;
+  }
+
+  /** A row of the table: its box, button and link stay, whatever its run does. */
+  function line({ name, label }) {
+    const box = el("input", { type: "checkbox", onchange: () => (box.checked ? picked.add(name) : picked.delete(name)) });
+    const link = el("a", { href: `#train/${encodeURIComponent(name)}` }), layout = el("td");
+    const about_ = button("More", () => about(name), { "aria-label": `More on ${name}` });
+    const made = el("tr", {}, el("th", { scope: "row" }, el("label", {}, box, " ", label ?? name)),
+      live && [about_, link].map((one) => el("td", {}, one)), layout);
+    made.set = (row) => {
+      box.checked = picked.has(name);
+      if (live) link.textContent = row.kind ? state(row) : "...";
+      layout.textContent = row.layout || row.problem || "";
+      while (made.lastChild !== layout) made.lastChild.remove();
+      made.append(...keys.map((key) => el("td", {}, box.checked && best[key] != null && row.figures?.[key] === best[key]
+        ? el("b", {}, row.shown[key]) : row.shown?.[key] ?? "")));
+    };
+    return made;
   }
 
   async function about(name) {
@@ -51,29 +70,27 @@ export async function show(root, api) {
 
   async function compare() {
     if (!picked.size) throw Error("Choose runs to compare by their boxes");
-    leave?.();
-    const names = [...picked], axis = beside.querySelector("select")?.value || "step", kind = beside.querySelectorAll("select")[1]?.value || "loss";
-    const found = await api.get("runs/compare", { runs: JSON.stringify(names), axis });
-    const labels = Object.fromEntries(found.runs.map((run) => [run.run, run.name]));
-    const option = (value, now, words = value) => el("option", { value, selected: value === now }, words);
-    const plot = el("div", { class: "plot-here" }), draw = () => compare().catch((error) => tell(error.message, true));
+    const found = await api.get("runs/compare", { runs: JSON.stringify([...picked]), axis: axis.value || "step" });
+    keep(axis, found.axes, String, (one) => el("option", {}, one));
+    keep(kind, Object.entries(found.kinds), String, ([value, words]) => el("option", { value }, words));
+    const labels = Object.fromEntries(found.runs.map((run) => [run.run, run.name])), names = found.runs.map((run) => run.name);
     const lines = Object.entries(found.curves).map(([name, curve], i) => ({ label: labels[name] || name, color: `c${i % 7}`,
-      dash: DASHES[Math.floor(i / 7) % 4], points: curve[kind] })).filter((one) => one.points?.[0].length);
-    const runs = found.runs.map((run) => run.name);
-    beside.replaceChildren(el("section", {}, el("h2", {}, "Side by side"), ...found.notes.map((note) => el("p", { class: "alarm" }, note)),
-      el("div", { class: "row" }, el("label", {}, "over ", el("select", { onchange: draw }, found.axes.map((one) => option(one, axis)))),
-        el("select", { "aria-label": "Loss", onchange: draw }, Object.entries(found.kinds).map(([key, words]) => option(key, kind, words))),
-        spans((share) => made?.last(share))),
-      plot, el("h2", {}, "What differs in their recipes"), Object.keys(found.differences).length
-        ? table(["Field", ...runs], Object.entries(found.differences).map(([key, values]) => [key, ...values.map((v) => (v == null ? "unset" : String(v)))]), "Differences")
-        : el("p", { class: "none" }, "No field.")));
-    const made = lines.length ? curves(plot, lines, { across: axis, log: true, spread: found.spread }) : null;
-    if (made) made.set(uPlot.join(lines.map((one) => one.points)));
-    else plot.append(el("p", { class: "none" }, "No loss over this axis."));
-    leave = made && (() => made.end());
+      dash: DASHES[Math.floor(i / 7) % 4], points: curve[kind.value] })).filter((one) => one.points?.[0].length);
+    const place = el("div", { class: "plot-here" });
+    plot?.end();
+    beside.hidden = false;
+    shown.replaceChildren(...found.notes.map((note) => el("p", { class: "alarm" }, note)), place,
+      el("h2", {}, "What differs in their recipes"), Object.keys(found.differences).length
+        ? table(["Field", ...names], Object.entries(found.differences).map(([key, values]) => [key, ...values.map((v) => (v == null ? "unset" : String(v)))]), "Differences")
+        : el("p", { class: "none" }, "No field."));
+    plot = lines.length ? curves(place, lines, { across: axis.value, log: true, spread: found.spread }) : null;
+    plot?.set(uPlot.join(lines.map((one) => one.points)));
+    plot?.last(Number(span.value));
+    if (!plot) place.append(el("p", { class: "none" }, "No loss over this axis."));
     best = found.best;
     list();
   }
+  const draw = () => compare().catch((error) => tell(error.message, true));
 
   async function sweep(name) {
     const found = await api.get("runs/sweep", { sweep: name });
@@ -91,7 +108,8 @@ export async function show(root, api) {
     if (found.names) {
       const again = titles, first = found.sweeps.includes(api.place[0]) ? () => sweep(api.place[0]) : compare;
       titles = found.figures;
-      found.names.forEach((name) => rows.set(name, { name }));
+      found.gone = [...rows.keys()].filter((name) => !found.names.includes(name)); // while the page was hidden
+      for (const name of found.names) if (!rows.has(name)) rows.set(name, { name });
       sweeps.replaceChildren(...(live ? found.sweeps.map((name) => button(`Sweep ${name}`, () => sweep(name))) : []));
       if (!again && picked.size) first().catch((error) => tell(error.message, true));
     }
@@ -100,5 +118,5 @@ export async function show(root, api) {
     cancelAnimationFrame(drawing);
     drawing = requestAnimationFrame(list);
   });
-  return () => { end(); leave?.(); cancelAnimationFrame(drawing); };
+  return () => { end(); plot?.end(); cancelAnimationFrame(drawing); };
 }

@@ -45,7 +45,7 @@ export async function show(root, api) {
           else if (line.tokens) write(place, line);
           else if (line.end === "another") finish(Error("Another page has asked something"));
           else finish(line.error && Error(line.error));
-        });
+        }, true);
       }).catch(finish);
     });
   }
@@ -108,8 +108,13 @@ export async function show(root, api) {
   async function chat() {
     const text = words.value;
     if (!text.trim()) return;
-    messages.push({ role: "user", content: text }, { role: "assistant", content: await say(text, { messages }) });
-    words.value = "";
+    words.value = ""; // the next message may be written meanwhile
+    try {
+      messages.push({ role: "user", content: text }, { role: "assistant", content: await say(text, { messages }) });
+    } catch (error) {
+      words.value ||= text;
+      throw error;
+    }
   }
 
   function clear() {

@@ -1,5 +1,5 @@
 // Train and watch: a form that starts a run, the job list, and one run as it trains.
-import { button, bytes, copyable, el, field, picture, short, table, tell, time } from "./kit.js";
+import { button, bytes, copyable, el, field, fields, keep, lines, picture, recipes, short, table, tell, time, trs } from "./kit.js";
 import { curves, smoother, spans } from "./curves.js";
 
 const KINDS = { training: "training", stopped: "stopped", complete: "complete", new: "not started yet" };
@@ -16,13 +16,13 @@ export async function show(root, api) {
   root.append(el("h1", { class: "sr" }, "Train"), runs, view);
   const given = api.place[0] === "new" ? JSON.parse(api.place[1] ?? "{}") : null; // a layout of the part Machine
   let known = null, chosen = given ? undefined : api.place[0], leave = null;
-  const form = starter(api, (run) => api.go("train", run), given);
   const list = el("div", { class: "jobs" });
   const select = el("select", { "aria-label": "Run", onchange: () => api.go("train", select.value) });
-  const details = el("details", { open: Boolean(given) }, el("summary", {}, "Start a run"), form);
+  const details = el("details", { open: Boolean(given) }, el("summary", {}, "Start a run"));
   const empty = el("p", { class: "lead", hidden: true }, "Nothing has been trained here yet. Train a small model on this machine: ",
     "its loss shows in seconds, its first sentences in a minute or two.");
   runs.append(el("div", { class: "row" }, select), empty, details, list);
+  starter(api, (run) => api.go("train", run), given).then((form) => details.append(form)).catch((error) => tell(error.message, true));
 
   function choose(name) {
     leave?.();
@@ -38,40 +38,37 @@ export async function show(root, api) {
     if (!known && !given) details.open = !names.length && !chosen;
     empty.hidden = Boolean(names.length || chosen);
     select.parentElement.hidden = !names.length;
-    if (JSON.stringify(found.runs) !== JSON.stringify(known)) {
-      select.replaceChildren(...found.runs.map((run) => el("option", { value: run.name, selected: run.name === chosen },
-        `${run.name}: ${state(run)}`)));
-    }
+    const words = (run) => `${run.name}: ${run.kind === "training" ? KINDS.training : state(run)}`; // of a step it would change
+    keep(select, found.runs, words, (run) => el("option", { value: run.name }, words(run)));
+    if (select.value !== chosen) select.value = chosen;
     if (chosen && names.includes(chosen) && !leave) choose(chosen);
     known = found.runs;
-    list.replaceChildren(
-      ...found.started.map((job) => el("div", { class: "job" }, el("b", {}, job.run), job.starts ? " starts" : " did not start",
-        el("pre", { tabindex: 0 }, job.said || "..."))),
-      ...found.waiting.map((job) => el("div", { class: "job" }, el("b", {}, job.run), " waits ", el("code", {}, job.command), " ",
-        button("Remove", () => api.post("train/remove", { id: job.id })))));
+    keep(list, [...found.started, ...found.waiting], (job) => job.id ?? `${job.run} ${job.starts}`, (job) => {
+      const said = el("pre", { tabindex: 0 }), name = el("b", {}, job.run);
+      if (job.id) return el("div", { class: "job" }, name, " waits ", el("code", {}, job.command), " ",
+        button("Remove", () => api.post("train/remove", { id: job.id })));
+      const made = el("div", { class: "job" }, name, job.starts ? " starts" : " did not start", said);
+      made.set = (now) => { said.textContent = now.said || "..."; };
+      return made;
+    });
   });
   return () => { end(); leave?.(); };
 }
 
 /** The form. started: is called with the name of the new run. given: {recipe, layout, sets} to begin with, or null. */
-function starter(api, started, given) {
-  const recipe = el("select", {}), about = el("small", {});
-  const layout = el("input", { placeholder: "as in the recipe", size: 24, spellcheck: "false" });
-  const set = el("textarea", { rows: 3, cols: 40, placeholder: "train.steps=300\ndata.source=my_texts/", spellcheck: "false" });
+async function starter(api, started, given) {
+  const { recipes: words, families } = await api.get("train/recipes");
+  const recipe = recipes(families, given?.recipe ?? "quickstart"), about = el("small", {});
+  const layout = el("input", { placeholder: "as in the recipe", size: 24, spellcheck: "false", value: given?.layout });
+  const set = fields(given?.sets, "train.steps=300\ndata.source=my_texts/");
   const timed = el("input", { type: "checkbox", checked: true });
-  let words = {};
-  recipe.addEventListener("change", () => { about.textContent = words[recipe.value] || ""; });
-  api.get("train/recipes").then(({ recipes, families }) => {
-    words = recipes;
-    recipe.append(...Object.entries(families).map(([family, names]) => el("optgroup", { label: family },
-      names.map((name) => el("option", { value: name, selected: name === "quickstart" }, name)))));
-    if (given) [recipe.value, layout.value, set.value] = [given.recipe, given.layout, given.sets];
-    about.textContent = words[recipe.value] ?? "";
-  }).catch((error) => tell(error.message, true));
+  const say = () => { about.textContent = words[recipe.value] ?? ""; };
+  recipe.addEventListener("change", say);
+  say();
   const start = button("Train", async () => {
-    const fields = set.value.split("\n").map((line) => line.trim()).filter(Boolean);
-    if (timed.checked && !fields.some((line) => line.startsWith("observe.trace_step"))) fields.push("observe.trace_step=20");
-    const made = await api.post("train/start", { recipe: recipe.value, layout: layout.value.trim(), set: fields });
+    const sets = lines(set);
+    if (timed.checked && !sets.some((line) => line.startsWith("observe.trace_step"))) sets.push("observe.trace_step=20");
+    const made = await api.post("train/start", { recipe: recipe.value, layout: layout.value.trim(), set: sets });
     tell(`${made.command}`);
     started(made.run);
   }, { class: "main" });
@@ -84,9 +81,12 @@ function starter(api, started, given) {
 function watch(root, api, name) {
   const steps = [], columns = {}, validation = { step: [], val_loss: [] }, samples = [], alarms = [];
   let about = {}, condition = {}, planned = {}, ranks = [], restarts = [], said = "", weight = 0.9, below = "tokens_per_s", plots = null;
-  const words = el("p", { class: "lead", role: "status" }), buttons = el("div", { class: "row" });
-  const figures = el("dl", { class: "figures" }), wrong = el("div"), loss = el("div", { class: "plot-here" });
-  const other = el("div", { class: "plot-here" }), texts = el("div"), table_ = el("div", { class: "words" }), time_ = el("div"), own = el("div");
+  const words = el("p", { class: "lead" }), spoken = el("p", { class: "sr", role: "status" }), buttons = el("div", { class: "row" });
+  const figures = el("dl", { class: "figures" }), wrong = el("div"), failed = el("pre", { class: "alarm", tabindex: 0, hidden: true });
+  const loss = el("div", { class: "plot-here" }), other = el("div", { class: "plot-here" }), time_ = el("div"), own = el("div");
+  const latest = el("div"), before_ = el("div"), earlier = el("details", { hidden: true }, el("summary", {}, "Earlier samples"), before_);
+  const no_text = el("p", { class: "none" }, "None yet."), no_rank = el("p", { class: "none" });
+  const each_rank = table(["Rank", "Step", "Activity", "Memory"], [], "Ranks");
   const slider = el("input", { type: "range", min: 0, max: 100, value: 30, oninput: () => { weight = weigh(); draw(); } });
   const weigh = () => (slider.value > 0 ? 1 - 10 ** (-slider.value / 40) : 0);
   weight = weigh();
@@ -94,10 +94,10 @@ function watch(root, api, name) {
   const which = el("select", { "aria-label": "Second curve", onchange: () => { below = which.value; second(); draw(true); } },
     Object.entries(BELOW).map(([value, title]) => el("option", { value }, title)));
   const section = (title, ...content) => el("section", {}, el("h2", {}, title), ...content);
-  root.append(el("h2", { class: "sr" }, name), el("div", { class: "head row" }, words, buttons), wrong, figures,
+  root.append(el("h2", { class: "sr" }, name), el("div", { class: "head row" }, words, buttons), spoken, wrong, failed, figures,
     section("Loss", el("div", { class: "row" }, el("label", {}, "Smoothing ", slider), el("label", {}, log, " log scale"),
       spans((share) => plots.forEach((plot) => plot.last(share)))), loss, el("div", { class: "row" }, which), other),
-    section("Samples", texts), section("Ranks", table_), section("A step's timeline", time_), own);
+    section("Samples", no_text, latest, earlier), section("Ranks", el("div", { class: "words" }, each_rank, no_rank)), section("A step's timeline", time_), own);
 
   const line = (label, color, more) => ({ label, color, ...more });
   function second() {
@@ -152,38 +152,40 @@ function watch(root, api, name) {
       card("Step", time(each), plan("step_s", time)),
       card("Left", condition.kind === "training" && left ? time(left * each) : "–", left ? `${left.toLocaleString("en")} steps` : ""),
       card("Peak memory", bytes(columns.peak_memory_bytes?.at(-1)), plan("memory", (v) => `${bytes(v)} of tensors`)));
-    wrong.replaceChildren(...alarms.slice(-5).map(([step, text]) => el("p", { class: "alarm", role: "alert" }, `Step ${step.toLocaleString("en")}: ${text}`)),
-      ...restarts.map((text) => el("p", { class: "alarm" }, `Restarted ${text}`)),
-      condition.kind !== "training" && condition.kind !== "complete" && /error|failed/i.test(said) ? el("pre", { class: "alarm", tabindex: 0 }, said) : "");
-    table_.replaceChildren(ranks.length ? table(["Rank", "Step", "Activity", "Memory"], ranks.map((rank) =>
-      [String(rank.rank), rank.step == null ? "–" : rank.step.toLocaleString("en"), rank.does, bytes(rank.memory)]), "Ranks")
-      : el("p", { class: "none" }, condition.kind === "training" ? "Its ranks are on another machine." : "No rank trains now."));
+    const alarm = (text) => el("p", { class: "alarm", role: "alert" }, text), same = (text) => text;
+    keep(wrong, [...alarms.slice(-5).map(([step, text]) => `Step ${step.toLocaleString("en")}: ${text}`),
+      ...restarts.map((text) => `Restarted ${text}`)], same, alarm);
+    failed.hidden = condition.kind === "training" || condition.kind === "complete" || !/error|failed/i.test(said);
+    failed.textContent = said;
+    each_rank.querySelector("tbody").replaceChildren(...trs(ranks.map((rank) =>
+      [String(rank.rank), rank.step == null ? "–" : rank.step.toLocaleString("en"), rank.does, bytes(rank.memory)])));
+    no_rank.textContent = condition.kind === "training" ? "Its ranks are on another machine." : "No rank trains now.";
+    [each_rank.hidden, no_rank.hidden] = [!ranks.length, Boolean(ranks.length)];
   }
 
+  const layout = el("input", { "aria-label": "Another layout", size: 16, spellcheck: "false" });
+  const pause = button("Pause", async () => {
+    await api.post("train/stop", { run: name });
+    tell("It finishes its step, saves and ends");
+  }, { title: "Finishes the step, saves and ends. Pressed again, it ends at once" });
+  const resume = button("Resume", () => api.post("train/resume", { run: name }), { class: "main" });
+  const change = button("Resume in this layout", async () => {
+    if (!layout.value.trim()) throw Error("Write a layout, such as tp=2 or dp=2,zero=1");
+    tell((await api.post("train/resume", { run: name, layout: layout.value.trim() })).command);
+  }, { title: "Saves, then resumes with the same weights and data in another layout" });
+  buttons.append(pause, resume, layout, change,
+    button("Train again", async () => api.go("train", (await api.post("train/start", { recipe: name })).run)));
   function act() {
-    const going = condition.kind === "training";
-    const order = (path, more) => () => api.post(`train/${path}`, { run: name, ...more });
-    const layout = el("input", { "aria-label": "Another layout", placeholder: about.layout || "dp=2", size: 16, spellcheck: "false" });
-    buttons.replaceChildren(...[
-      going && button("Pause", async () => {
-        await api.post("train/stop", { run: name });
-        tell("It finishes its step, saves and ends");
-      }, { title: "Finishes the step, saves and ends. Pressed again, it ends at once" }),
-      !going && condition.kind !== "complete" && button("Resume", order("resume"), { class: "main" }),
-      condition.kind !== "complete" && layout,
-      condition.kind !== "complete" && button("Resume in this layout", async () => {
-        if (!layout.value.trim()) throw Error("Write a layout, such as tp=2 or dp=2,zero=1");
-        const made = await api.post("train/resume", { run: name, layout: layout.value.trim() });
-        tell(made.command);
-      }, { title: "Saves, then resumes with the same weights and data in another layout" }),
-      button("Train again", async () => api.go("train", (await api.post("train/start", { recipe: name })).run)),
-    ].filter(Boolean));
+    const focus = document.activeElement, going = condition.kind === "training", complete = condition.kind === "complete";
+    [pause.hidden, resume.hidden, layout.hidden, change.hidden] = [!going, going || complete, complete, complete];
+    layout.placeholder = about.layout || "dp=2";
+    if (buttons.contains(focus) && focus.hidden) buttons.querySelector("button:not([hidden])").focus();
   }
 
   async function timeline() {
     if (about.timeline) {
       const found = await api.get("train/timeline", { run: name });
-      return time_.replaceChildren(picture(found.picture, "Timeline of a step"));
+      return time_.firstChild.replaceChildren(picture(found.picture, "Timeline of a step"));
     }
     tell("The run saves, and resumes with the timeline of a step to come");
     await api.post("train/resume", { run: name, set: [`observe.trace_step=${condition.step + 10}`] });
@@ -192,10 +194,11 @@ function watch(root, api, name) {
   async function load() {
     about = await api.get("train/about", { run: name });
     const able = about.timeline || condition.kind !== "complete";
-    time_.replaceChildren(able ? button(about.timeline ? "Show, measured and planned" : "Measure one", timeline)
-      : el("p", { class: "none" }, "No step of this run was measured."));
-    own.replaceChildren(section("The same in the terminal", copyable(about.command, "Repeat the run"), copyable(about.resume, "Resume it"),
-      el("details", {}, el("summary", {}, "Recipe"), copyable(about.recipe, "recipe.toml"))));
+    keep(time_, [[condition.kind, about.timeline]], String, () => el("div", {}, able
+      ? button(about.timeline ? "Show, measured and planned" : "Measure one", timeline)
+      : el("p", { class: "none" }, "No step of this run was measured.")));
+    keep(own, [about], JSON.stringify, () => section("The same in the terminal", copyable(about.command, "Repeat the run"),
+      copyable(about.resume, "Resume it"), el("details", {}, el("summary", {}, "Recipe"), copyable(about.recipe, "recipe.toml"))));
     act();
   }
 
@@ -214,8 +217,9 @@ function watch(root, api, name) {
     if (found.samples.length || found.again) {
       const shown = ([step, text]) => el("figure", { class: "sample" }, el("figcaption", {}, `Step ${step.toLocaleString("en")}`), el("pre", { tabindex: 0 }, text));
       const late = samples.slice(-20).reverse();
-      texts.replaceChildren(...late.slice(0, 1).map(shown), late.length > 1
-        ? el("details", {}, el("summary", {}, "Earlier samples"), late.slice(1).map(shown)) : late.length ? "" : el("p", { class: "none" }, "None yet."));
+      keep(latest, late.slice(0, 1), JSON.stringify, shown);
+      keep(before_, late.slice(1), JSON.stringify, shown);
+      [no_text.hidden, earlier.hidden] = [late.length > 0, late.length < 2];
     }
     draw(found.again);
   }
@@ -226,7 +230,8 @@ function watch(root, api, name) {
     ({ condition = condition, planned = planned, ranks = ranks, restarts = restarts, said = said } = found);
     if (found.columns) take(found);
     head();
-    if (condition.kind !== before || found.again) {  // a run that resumes may have another layout
+    if (condition.kind !== before) spoken.textContent = KINDS[condition.kind];
+    if (condition.kind !== before || found.again || found.timeline) {  // a run that resumes may have another layout
       before = condition.kind; load().catch((error) => tell(error.message, true)); }
   });
   return () => { end(); plots.forEach((plot) => plot.end()); };
