@@ -99,6 +99,24 @@ def test_dp_takes_what_other_axes_leave_and_devices_follow_dp() -> None:
     assert nodes.cluster == "h100:8x4"
 
 
+def test_experts_are_folded_over_tensor_ranks_where_there_are_both() -> None:
+    at = Position("mixtral-8x7b", (), "dp=4,tp=4,ep=2,zero=1,sp=true", "h100:16")
+
+    def fold(moves: Mapping[str, str]) -> tuple[str | None, dict[str, Any]]:
+        found = answer(at, moves)
+        where = {one["key"]: one["values"][one["at"]] for one in found.get("controls", [])}
+        return where.get("ep_fold"), found
+
+    assert fold({})[0] == "false"
+    value, found = fold({"ep_fold": "true"})
+    assert value == "true"
+    check_told(found)
+    assert parse(found["position"]["layout"])["ep_fold"] is True
+    assert figure(found, "Memory per device") != figure(answer(at, {}), "Memory per device")
+    assert fold({"ep_fold": "true", "tp": "1"})[0] is None
+    assert "out of range: ep_fold" in fold({"ep_fold": "maybe"})[1]["problem"]
+
+
 def test_a_recipes_own_layout_is_fitted_to_the_devices() -> None:
     assert moved(Position("quickstart", cluster="h100:4"), {})[0].layout == "dp=4"
     assert moved(Position("llama3-405b", cluster="h100:16384"), {})[0].layout.startswith("pp=16,dp=128,tp=8")

@@ -53,6 +53,12 @@ def test_sliders_show_the_plan_and_lead_out_of_what_cannot_be(browser: Browser, 
     assert figures(browser, 1) == expected(at)
     slide(browser, "Tokens in a sequence", "512", -1)
     assert figures(browser, 1) == expected(at, seq_len="512")
+    link = "[...document.querySelectorAll('button')].some((one) => one.textContent === 'Prove this layout')"
+    assert browser.evaluate(link)
+    slide(browser, "Devices", "16", 1)
+    assert not browser.evaluate(link), "more ranks than a proof has here"
+    slide(browser, "Devices", "4", 1)
+    slide(browser, "Tensor parallel (tp)", "2", 1)
     slide(browser, "Pipeline (pp)", "4", 1)
     slide(browser, "Tensor parallel (tp)", "4", 1)
     problem = browser.evaluate("document.querySelectorAll('.panel')[1].querySelector('.alarm').textContent")

@@ -72,6 +72,15 @@ def test_dropped_files_are_text(play: Play, folder: Path, monkeypatch: pytest.Mo
     assert any("for training" in line for line in found["facts"])
 
 
+def test_conversations_are_counted_with_a_template(play: Play) -> None:
+    talk = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "This one. " * 9}]
+    made = send(play, "talk.jsonl", (json.dumps({"messages": talk}).encode() + b"\n") * 60)
+    found = about(play, made["source"])
+    assert (found["documents"], found["samples"][0][1]) == (60, "Which?\n" + talk[1]["content"])
+    data = load("quickstart", found["set"].split("\n")).data
+    assert (data.source, data.chat_template) == (made["source"], text.CHAT)
+
+
 def test_what_is_not_taken(play: Play, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = send(play, "a.txt", b"a text " * 900)
     for name in ("x.py", "x.txt.gz", "x.bin", "", ".txt/", "x", "x.tar"):
