@@ -200,7 +200,9 @@ def test_a_run_starts_by_the_command(play: Play, folder: Path, kept: None) -> No
         again["run"],
     ]
     assert "waits" in play.post("train/resume", {"run": str(folder / "first")}, 400)["error"]
-    assert play.get("train/recipes")["recipes"] == shipped()
+    found = play.get("train/recipes")
+    assert found["recipes"] == shipped()
+    assert {name for names in found["families"].values() for name in names} == {*shipped()}
 
 
 @pytest.mark.parametrize(

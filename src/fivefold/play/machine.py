@@ -34,7 +34,7 @@ from fivefold.plan.search.search import apply
 from fivefold.plan.setting import Software
 from fivefold.plan.time.timeline import timeline
 from fivefold.play.position import FIELDS, OPEN, Position, controls, layout_moved, moved, other, whole
-from fivefold.recipe import Recipe, change, families, shipped, to_toml, tokens_before, total_steps
+from fivefold.recipe import Recipe, change, shipped, to_toml, tokens_before, total_steps
 from fivefold.recipe.dial import SETTINGS, origin
 from fivefold.recipe.load import FIRST
 from fivefold.recipe.rules import allows
@@ -286,10 +286,8 @@ def routes(state: State) -> list[Route]:
     from fivefold.play.state import get, post
 
     def start(given: Params) -> dict[str, Any]:
-        """What the page begins with. The first run of a folder may be asked for by its name."""
-        about = shipped()
-        recipes = [[name, [[one, about[one]] for one in names]] for name, names in families().items()]
-        return {"recipes": recipes, "recipe": FIRST, "measured": measured.load() is not None, "local": LOCAL}
+        """What the page begins with."""
+        return {"recipe": FIRST, "measured": measured.load() is not None, "local": LOCAL}
 
     def plan(given: Params) -> dict[str, Any]:
         moves = {str(given["move"]): str(given.get("to", ""))[:MOST_WORDS]} if given.get("move") else {}

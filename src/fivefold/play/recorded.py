@@ -49,7 +49,7 @@ open().catch((error) => tell(error.message, true));
 """
 PLAN = """
 const answering = ({ grid, answers, parts, first }) => ({ get: async (path, given) => {
-  if (path !== "machine/plan") return { recipes: [], measured: true, position: first };
+  if (path !== "machine/plan") return { recipes: {}, families: {}, measured: true, position: first };
   const at = { ...given, ...(given.move && { [given.move]: given.to }) };
   const cell = Object.entries(grid).reduce((cell, [key, some]) => cell * some.length + some.indexOf(at[key]), 0);
   return Object.fromEntries(Object.entries(answers[cell]).map(([name, part]) => [name, parts[part]]));

@@ -135,17 +135,15 @@ function machine(api, position, known, remove) {
 }
 
 export async function show(root, api) {
-  const start = await api.get("machine/start"), all = [];
+  const [start, { recipes: about, families }] = await Promise.all([api.get("machine/start"), api.get("train/recipes")]), all = [];
   const box = el("div", { class: "sliders" }), facts = el("div", {}), machines = el("div", { class: "machines" });
   const set = sliders(box, (move, to) => all.forEach((one) => one.ask({ move, to })));
-  const recipe = recipes(Object.fromEntries(start.recipes.map(([family, names]) => [family, names.map(([name]) => name)])),
-    api.place?.[0] ?? start.recipe);
+  const recipe = recipes(families, api.place?.[0] ?? start.recipe), said = el("p", { class: "aside" });
   recipe.addEventListener("change", () => all.forEach((one) => one.ask({ move: "recipe", to: recipe.value })));
-  const about = new Map(start.recipes.flatMap(([, names]) => names)), said = el("p", { class: "aside" });
 
   function shared(answer) {
     set(answer.controls.filter((one) => one.shared));
-    said.textContent = about.get(answer.position.recipe) ?? "";
+    said.textContent = about[answer.position.recipe] ?? "";
     if (!answer.dial) return;
     const open = facts.firstChild?.open;
     facts.replaceChildren(el("details", { open }, el("summary", {}, "What the size sets, and where each value comes from"),
