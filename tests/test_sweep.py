@@ -156,8 +156,8 @@ def test_a_stopped_sweep_resumes(base: list[str], tmp_path: Path, monkeypatch: p
     """A SIGTERM comes when the first run is finished and the second is under way."""
     ended = running._Runs._ended
 
-    def stop_after_one(self: running._Runs, row: table.Row, *rest: float) -> None:
-        ended(self, row, *rest)
+    def stop_after_one(self: running._Runs, row: table.Row, code: int, seconds: float) -> None:
+        ended(self, row, code, seconds)
         if row.status == FINISHED:
             os.kill(os.getpid(), signal.SIGTERM)
 
