@@ -20,7 +20,8 @@ from fivefold.plan.time.time import step
 from fivefold.sharding.layout import changed
 
 GLIMPSE = 32
-PRICED = 6  # the level of a full prediction, after six levels of bounds
+PRICED = 7  # the level of a full prediction, after seven levels of bounds
+WHOLE = slice(None)
 COUNTED = 100  # if nothing fits, the layouts that are counted exactly, of each number of devices
 GROWN = 1.002  # by which the lowest bound has grown when `progress` says so
 Order = tuple[int, ...]
@@ -28,10 +29,13 @@ Order = tuple[int, ...]
 
 
 class Search:
-    """A search for plans with at most `most` bytes and less than `below` seconds. lost: layouts that do not fit."""
+    """A search for plans with at most `most` bytes and less than `below` seconds. part: of the families. lost: layouts
+    that do not fit."""
 
-    def __init__(self, space: Space, bounds: Bounds, most: float, below: float = math.inf):
-        self.space, self.bounds, self.most, self.below = space, bounds, most, below
+    def __init__(
+        self, space: Space, bounds: Bounds, most: float, below: float = math.inf, part: slice = WHOLE
+    ):
+        self.space, self.bounds, self.most, self.below, self.part = space, bounds, most, below, part
         self.lost = self.tried = 0
         self._heap: list[tuple[float, float, Order, int, Any]] = []
         self._known = bounds.known.setdefault(space, {})
@@ -61,10 +65,14 @@ class Search:
         return min(plans, key=lambda plan: plan.step.seconds, default=None)
 
     def _start(self) -> None:
+        for number in range(len(self.space.families))[self.part]:
+            self._push(self.bounds.family(self.space, number), 0, (number,), number)
+
+    def _family(self, seconds: float, order: Order, number: int) -> None:
         ways = len(self.space.modes) * len(self.space.precisions)
-        for number, (seconds, size, choice) in enumerate(self.bounds.starts(self.space)):
+        for index, (more, size, choice) in enumerate(self.bounds.starts(self.space, number)):
             if size <= self.most:
-                self._push(seconds, 0, (number // ways, 0, number % ways), choice)
+                self._push(max(seconds, more), 1, (number, index // ways, 0, index % ways), choice)
             else:
                 self._lose(choice, len(self.space.microbatches(choice.layout)))
 
@@ -77,7 +85,7 @@ class Search:
         if level == PRICED:
             return what
         levels = (self._sizes, self._shape, self._schedules, self._sharings, self._pipeline, self._price)
-        levels[level](seconds, order, what)
+        (self._family, *levels)[level](seconds, order, what)
         return None
 
     def _push(self, seconds: float, level: int, order: Order, what: Any, peak: float = 0.0) -> None:
@@ -93,22 +101,22 @@ class Search:
 
     def _sizes(self, seconds: float, order: Order, c: Choice) -> None:
         """A choice with this size of a microbatch, and the next larger one, whose bound is no less."""
-        first, index, last = order
+        *first, index, last = order
         space, bounds, exact = self.space, self.bounds, self.bounds.shared.exact
         every = space.microbatches(c.layout)[index + 1 :]
         for number, B in enumerate(every if exact else every[:1], index + 1):
-            one, place = space.choice(c.layout, B, c.mode), (first, number, last)
+            one, place = space.choice(c.layout, B, c.mode), (*first, number, last)
             more = self._once(place, Bounds.shape if exact else Bounds.start, bounds, one, space)
-            self._push(more, int(exact), place, one)
+            self._push(max(seconds, more), 1 + exact, place, one)
         if self._once(order, LeastBytes.start, bounds.bytes, c, space) <= self.most:
-            self._push(seconds, 1, order, c)
+            self._push(seconds, 2, order, c)
         else:
             self._lose(c)
 
     def _shape(self, seconds: float, order: Order, c: Choice) -> None:
         bounds, space = self.bounds, self.space
         if self._once(order, LeastBytes.shape, bounds.bytes, c, space) <= self.most:
-            self._push(max(seconds, self._once(order, Bounds.shape, bounds, c, space)), 2, order, c)
+            self._push(max(seconds, self._once(order, Bounds.shape, bounds, c, space)), 3, order, c)
         else:
             self._lose(c)
 
@@ -121,18 +129,18 @@ class Search:
                 self.lost += len(space.ways_to_share(c.layout))
                 continue
             one = changed(c, layout=changed(c.layout, **way))
-            self._push(max(seconds, self._once(place, Bounds.schedule, bounds, one, space)), 3, place, one)
+            self._push(max(seconds, self._once(place, Bounds.schedule, bounds, one, space)), 4, place, one)
 
     def _sharings(self, seconds: float, order: Order, c: Choice) -> None:
         for number, layout in enumerate(self.space.sharings(c.layout)):
             one = changed(c, layout=layout)
             if self.bounds.bytes.of(one) <= self.most:
-                self._push(max(seconds, self.bounds.sharing(one)), 4, (*order, number), one)
+                self._push(max(seconds, self.bounds.sharing(one)), 5, (*order, number), one)
             else:
                 self.lost += 1
 
     def _pipeline(self, seconds: float, order: Order, c: Choice) -> None:
-        self._push(max(seconds, self.bounds.simulated(c)), 5, order, c)
+        self._push(max(seconds, self.bounds.simulated(c)), 6, order, c)
 
     def _price(self, seconds: float, order: Order, c: Choice) -> None:
         self.tried += 1
@@ -149,7 +157,7 @@ class Search:
         the least bounds first."""
         space, least = self.space, self.bounds.bytes
         heap = list[tuple[float, tuple[int, ...], int, Choice]]()
-        heap += ((least.least(c, space), (number,), -1, c) for number, c in enumerate(space.starts()))
+        heap += ((least.least(c, space), (number,), -1, c) for number, c in enumerate(space.starts(space.shapes)))
         heapq.heapify(heap)
         while heap and heap[0][0] <= most:
             _, order, level, c = heapq.heappop(heap)

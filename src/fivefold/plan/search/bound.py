@@ -32,10 +32,11 @@ from fivefold.plan.time.cost import Cost
 from fivefold.plan.time.stage_costs import pipelined
 from fivefold.schedules.pipeline import FILLING, SCHEDULES, ends_upwards, holds_again, most_live
 from fivefold.schedules.timelines import exposed_in_pieces
-from fivefold.sharding.layout import changed
+from fivefold.sharding.layout import changed, largest
 from fivefold.sharding.parts import ends_of, stages_of
 
 ROUNDING = 1 - 1e-9
+ENDLESS = 1 - 1e-6  # of an endless microbatch's seconds are not spent on weights
 NONE = Buffers()
 
 
@@ -59,7 +60,8 @@ class Bounds:
         self.shared = SharedCosts(model, cluster, software)
         self.bytes = LeastBytes(self.shared)
         self.model, self.cluster, self.software = model, cluster, software
-        self._starts: dict[Space, list[tuple[float, float, Choice]]] = {}
+        self._families: dict[Key, float] = {}
+        self._starts: dict[Key, list[tuple[float, float, Choice]]] = {}
         self.known: dict[Space, dict[Key, float]] = {}
         """What a search has found, of each entry, for those that follow with other limits."""
         self._many: dict[Key, tuple[float, float, float]] = {}
@@ -71,19 +73,42 @@ class Bounds:
     def setting(self, c: Choice) -> Setting:
         return self.shared.setting(c)
 
-    def starts(self, space: Space) -> list[tuple[float, float, Choice]]:
-        """(seconds, bytes, choice) of each start of the space: bounds for all its sizes of a microbatch."""
-        if space not in self._starts:
+    def family(self, space: Space, number: int) -> float:
+        """Seconds of all layouts of a family, or less: of endless microbatches whose rows go to no other rank, because
+        each has all experts."""
+        if self.shared.exact:
+            return 0.0
+        if (space, number) not in self._families:
+            shapes, least = space.families[number], math.inf
+            for mode in space.precisions:
+                c = Choice(changed(shapes[0], pp=1, ep=1, ep_fold=False), MANY, 1, mode)
+                work, _, _ = self._microbatch(c, space)
+                most = min(largest(space.batch, one.dp) / one.pp for one in shapes)
+                least = min(least, most / MANY * work * ENDLESS + self._fixed(c))
+            self._families[space, number] = least
+        return self._families[space, number]
+
+    def starts(self, space: Space, number: int) -> list[tuple[float, float, Choice]]:
+        """(seconds, bytes, choice) of each start of a family: bounds for all its sizes of a microbatch."""
+        if (space, number) not in self._starts:
             exact = self.shared.exact
-            self._starts[space] = [
+            self._starts[space, number] = [
                 (
                     min(self.shape(one, space) for one in space.sizes(c)) if exact else self.start(c, space),
                     self.bytes.least(c, space),
                     c,
                 )
-                for c in space.starts()
+                for c in space.starts(space.families[number])
             ]
-        return self._starts[space]
+        return self._starts[space, number]
+
+    def least(self, space: Space) -> float:
+        """Seconds of all layouts of a space, or less."""
+        found = math.inf
+        for seconds, number in sorted((self.family(space, n), n) for n in range(len(space.families))):
+            if seconds < found:
+                found = min(found, *(start for start, _, _ in self.starts(space, number)))
+        return found
 
     def fastest(self, choices: Sequence[Choice], space: Space) -> Iterator[Choice]:
         """Those with the least `shape` first."""

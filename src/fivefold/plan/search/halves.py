@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from fivefold.host import cores
 from fivefold.plan.predict import Plan, price
-from fivefold.plan.search.best_first import Search
+from fivefold.plan.search.best_first import WHOLE, Search
 from fivefold.plan.search.bound import Bounds
 from fivefold.plan.search.space import Choice, Space
 
@@ -57,7 +57,7 @@ class Halves:
         fork = get_context("fork")
         for number in range(HALVES if two else 0):
             here, there = fork.Pipe()
-            args = there, replace(space, half=number), bounds
+            args = there, space, bounds, slice(number, None, HALVES)
             process = fork.Process(target=_serve, args=args, daemon=True)
             process.start()
             there.close()
@@ -88,7 +88,7 @@ class Halves:
 
     def _answers(self, asked: Asked) -> list[Iterator[Told]]:
         if not self._pipes:
-            return [_search(self.space, self.bounds, asked)]
+            return [_search(self.space, self.bounds, asked, WHOLE)]
         for pipe in self._pipes:
             pipe.send(asked)
         return [_received(pipe) for pipe in self._pipes]
@@ -104,10 +104,10 @@ def choice_of(plan: Plan) -> Choice:
     return Choice(s.layout, s.sizes.B, s.microbatches, s.mode, s.sequences)
 
 
-def _search(space: Space, bounds: Bounds, asked: Asked) -> Iterator[Told]:
+def _search(space: Space, bounds: Bounds, asked: Asked, part: slice) -> Iterator[Told]:
     if asked.indivisible:
         space = replace(space, indivisible=True)
-    run = Search(space, bounds, asked.most, asked.below)
+    run = Search(space, bounds, asked.most, asked.below, part)
     if asked.every:
         yield from (Told(seconds, run.lost, plan) for seconds, plan in run.progress())
     plan = None if asked.every else run.glimpse()
@@ -129,13 +129,13 @@ def _received(pipe: Connection) -> Iterator[Told]:
                 pass
 
 
-def _serve(pipe: Connection, space: Space, bounds: Bounds) -> None:
+def _serve(pipe: Connection, space: Space, bounds: Bounds, part: slice) -> None:
     """A process that answers searches of its half until it is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process hears it, and ends this one
     while True:
         if (asked := pipe.recv()) is None:  # it was told to stop when it had
             continue
-        for told in _search(space, bounds, asked):
+        for told in _search(space, bounds, asked, part):
             if pipe.poll():
                 pipe.send(Told(math.inf, 0, None))
                 break

@@ -185,7 +185,7 @@ def offloaded(space: Space, bounds: Bounds) -> list[Plan]:
     """The layouts, fastest first, that fit if they offload something, where none fits without. They are among those
     with the least bytes, and with the least seconds, for each size of a microbatch."""
     by_size: dict[int, list[Choice]] = {}
-    for c in (one for start in space.starts() for one in space.sizes(start)):
+    for c in (one for start in space.starts(space.shapes) for one in space.sizes(start)):
         by_size.setdefault(c.B, []).append(c)
     found = []
     for starts in by_size.values():
@@ -216,8 +216,7 @@ def fewest_devices(
     tokens = full.train.global_batch_size * full.model.seq_len
     needed = deadline / (asked.tokens / tokens)
     node = replace(cluster, devices=each)
-    alone = Bounds(full.model, node, software).starts(Space(full, node))
-    least = min((seconds for seconds, _, _ in alone), default=0.0) - software.step
+    least = Bounds(full.model, node, software).least(Space(full, node)) - software.step
     first = max(1, math.floor(least / needed))
 
     @_uncollected()
@@ -226,7 +225,7 @@ def fewest_devices(
         sized = replace(cluster, devices=nodes * each)
         with suppress(UserError):  # no layout divides the batch
             space, bounds = space_of(recipe, sized), Bounds(full.model, sized, software)
-            if all(seconds > needed for seconds, _, _ in bounds.starts(space)):
+            if bounds.least(space) > needed:
                 return None
             run = Search(space, bounds, limit(sized), SLOWER * needed)
             plans = [within_budget(plan, int(run.most)) for plan in islice(run.plans(), FEW)]

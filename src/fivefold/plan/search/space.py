@@ -7,10 +7,11 @@ recipe's own rules decide what is valid.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import islice, product
+from itertools import chain, groupby, product
+from operator import attrgetter
 from typing import Any
 
 from fivefold.models.card import card_of
@@ -50,14 +51,12 @@ class Space:
 
     indivisible: takes only sizes of the tensor axis that do not divide the model, within two nodes and without context
     and expert parallelism. It prices the cost of that rule. asked: the precision modes to consider; (): the recipe's.
-    half: 0 or 1, of which every second combination of tensor, context and expert axes is one; None: all of them.
     """
 
     recipe: Recipe
     cluster: Cluster
     indivisible: bool = False
     asked: tuple[str, ...] = ()
-    half: int | None = None
     _schedules: dict[object, list[dict[str, Any]]] = field(init=False, default_factory=dict)
     _microbatches: dict[int, list[int]] = field(init=False, default_factory=dict)
 
@@ -86,15 +85,27 @@ class Space:
         return found + [own] * own.startswith(PREFIX)
 
     @cached_property
-    def shapes(self) -> list[Layout]:
-        """Sizes of all axes, and options of the tensor, context and expert axes. Data-parallel ranks are replicas."""
+    def families(self) -> list[list[Layout]]:
+        """Sizes of all axes, and options of the tensor, context and expert axes. Data-parallel ranks are replicas. Those
+        of a family differ in expert and pipeline axes only."""
         devices = self.cluster.devices
-        return [
-            replace(way, pp=pp, dp_replicate=dp)
-            for way in islice(self.ways(), self.half or 0, None, 1 if self.half is None else 2)
-            for pp in self.stages(way)
-            if (dp := devices // (way.tp * way.cp * pp)) <= self.batch
+        found = [
+            [
+                replace(way, pp=pp, dp_replicate=dp)
+                for way in ways
+                for pp in self.stages(way)
+                if (dp := devices // (way.tp * way.cp * pp)) <= self.batch
+            ]
+            for _, ways in groupby(
+                self.ways(), attrgetter("tp", "cp", "cp_method", "sp", "sp_regather")
+            )
         ]
+        return [*filter(None, found)]
+
+    @property
+    def shapes(self) -> list[Layout]:
+        """All shapes, family by family."""
+        return [*chain(*self.families)]
 
     def stages(self, way: Layout) -> list[int]:
         """Pipeline sizes that leave whole ranks for the other axes."""
@@ -215,10 +226,10 @@ class Space:
         unequal = count * B * layout.dp > self.batch
         return Choice(layout, B, count, mode, self.batch if unequal else None)
 
-    def starts(self) -> Iterator[Choice]:
+    def starts(self, shapes: Sequence[Layout]) -> Iterator[Choice]:
         """The starting choices of a search, with the smallest microbatch: everything but its size, schedules and
         shardings of states."""
-        for shape in self.shapes:
+        for shape in shapes:
             layouts = [replace(shape, recompute=recompute) for recompute in self.modes]
             for layout, mode in product(layouts, self.precisions):
                 yield self.choice(layout, self.microbatches(shape)[0], mode)
