@@ -20,12 +20,13 @@ from fivefold.plan.time.time import step
 from fivefold.sharding.layout import changed
 
 GLIMPSE = 32
-PRICED = 7  # the level of a full prediction, after seven levels of bounds
 WHOLE = slice(None)
 COUNTED = 100  # if nothing fits, the layouts that are counted exactly, of each number of devices
 GROWN = 1.002  # by which the lowest bound has grown when `progress` says so
 Order = tuple[int, ...]
 """A layout's place in the space. The first of equal layouts wins, so that a search always gives the same result."""
+Refine = Callable[[float, Order, Any], None]
+"""What is done with an entry if its bound is the lowest."""
 
 
 class Search:
@@ -37,7 +38,8 @@ class Search:
     ):
         self.space, self.bounds, self.most, self.below, self.part = space, bounds, most, below, part
         self.lost = self.tried = 0
-        self._heap: list[tuple[float, float, Order, int, Any]] = []
+        # (bound, peak, order, how it is refined, what it is); None: it is a full prediction
+        self._heap: list[tuple[float, float, Order, Refine | None, Any]] = []
         self._known = bounds.known.setdefault(space, {})
 
     def plans(self) -> Iterator[Plan]:
@@ -61,18 +63,19 @@ class Search:
         while self._heap and self.tried < GLIMPSE:
             if plan := self._refine():
                 return plan
-        plans = [what for *_, level, what in self._heap if level == PRICED]
+        plans = [what for *_, refine, what in self._heap if refine is None]
         return min(plans, key=lambda plan: plan.step.seconds, default=None)
 
     def _start(self) -> None:
         for number in range(len(self.space.families))[self.part]:
-            self._push(self.bounds.family(self.space, number), 0, (number,), number)
+            self._push(self.bounds.family(self.space, number), self._family, (number,), number)
 
     def _family(self, seconds: float, order: Order, number: int) -> None:
         ways = len(self.space.modes) * len(self.space.precisions)
         for index, (more, size, choice) in enumerate(self.bounds.starts(self.space, number)):
             if size <= self.most:
-                self._push(max(seconds, more), 1, (number, index // ways, 0, index % ways), choice)
+                place = number, index // ways, 0, index % ways
+                self._push(max(seconds, more), self._sizes, place, choice)
             else:
                 self._lose(choice, len(self.space.microbatches(choice.layout)))
 
@@ -81,66 +84,82 @@ class Search:
 
     def _refine(self) -> Plan | None:
         """Refines the entry with the lowest bound. Returns it if it is a full prediction."""
-        seconds, _, order, level, what = heapq.heappop(self._heap)
-        if level == PRICED:
+        seconds, _, order, refine, what = heapq.heappop(self._heap)
+        if refine is None:
             return what
-        levels = (self._sizes, self._shape, self._schedules, self._sharings, self._pipeline, self._price)
-        (self._family, *levels)[level](seconds, order, what)
+        refine(seconds, order, what)
         return None
 
-    def _push(self, seconds: float, level: int, order: Order, what: Any, peak: float = 0.0) -> None:
+    def _push(
+        self, seconds: float, refine: Refine | None, order: Order, what: Any, peak: float = 0.0
+    ) -> None:
         if seconds < self.below:
-            heapq.heappush(self._heap, (seconds, peak, order, level, what))
+            heapq.heappush(self._heap, (seconds, peak, order, refine, what))
 
-    def _once(self, order: Order, bound: Callable[..., float], *of: Any) -> float:
+    def _once(self, order: Order, bound: Callable[..., Any], *of: Any) -> Any:
         """A bound of an entry, which all searches of the space find once. bound: a method of a class."""
         key = order, bound
         if key not in self._known:
             self._known[key] = bound(*of)
         return self._known[key]
 
+    def _in_turn(self, seconds: float, refine: Refine, entries: Iterator[tuple[float, Order, Any]]) -> None:
+        """Adds the first of these entries (bound, order, what), which has the lowest bound; when it is refined, the
+        next."""
+        for more, order, what in islice(entries, 1):
+
+            def both(seconds: float, order: Order, what: Any) -> None:
+                self._in_turn(seconds, refine, entries)
+                refine(seconds, order, what)
+
+            self._push(max(seconds, more), both, order, what)
+
     def _sizes(self, seconds: float, order: Order, c: Choice) -> None:
-        """A choice with this size of a microbatch, and the next larger one, whose bound is no less."""
-        *first, index, last = order
-        space, bounds, exact = self.space, self.bounds, self.bounds.shared.exact
-        every = space.microbatches(c.layout)[index + 1 :]
-        for number, B in enumerate(every if exact else every[:1], index + 1):
-            one, place = space.choice(c.layout, B, c.mode), (*first, number, last)
-            more = self._once(place, Bounds.shape if exact else Bounds.start, bounds, one, space)
-            self._push(max(seconds, more), 1 + exact, place, one)
-        if self._once(order, LeastBytes.start, bounds.bytes, c, space) <= self.most:
-            self._push(seconds, 2, order, c)
+        """A start with each size of a microbatch."""
+        *first, _, last = order
+        space, sizes = self.space, self._once(order, Bounds.sizes, self.bounds, c, self.space)
+        every = space.microbatches(c.layout)
+        entries = ((more, (*first, n, last), space.choice(c.layout, every[n], c.mode)) for more, n in sizes)
+        self._in_turn(seconds, self._size, entries)
+
+    def _size(self, seconds: float, order: Order, c: Choice) -> None:
+        if self._once(order, LeastBytes.start, self.bounds.bytes, c, self.space) <= self.most:
+            self._push(seconds, self._shape, order, c)
         else:
             self._lose(c)
 
     def _shape(self, seconds: float, order: Order, c: Choice) -> None:
         bounds, space = self.bounds, self.space
         if self._once(order, LeastBytes.shape, bounds.bytes, c, space) <= self.most:
-            self._push(max(seconds, self._once(order, Bounds.shape, bounds, c, space)), 3, order, c)
+            more = self._once(order, Bounds.shape, bounds, c, space)
+            self._push(max(seconds, more), self._schedules, order, c)
         else:
             self._lose(c)
 
     def _schedules(self, seconds: float, order: Order, c: Choice) -> None:
-        bounds, space, lean = self.bounds, self.space, self.space.leanest(c.layout)
-        for number, way in enumerate(space.schedules(c.layout)):
-            place = (*order, number)
-            smallest = changed(c, layout=changed(lean, **way))
-            if self._once(place, LeastBytes.of, bounds.bytes, smallest, False) > self.most:
-                self.lost += len(space.ways_to_share(c.layout))
-                continue
-            one = changed(c, layout=changed(c.layout, **way))
-            self._push(max(seconds, self._once(place, Bounds.schedule, bounds, one, space)), 4, place, one)
+        ways = self.space.schedules(c.layout)
+        every = self._once(order, Bounds.schedules, self.bounds, c, self.space)
+        entries = ((more, (*order, n), changed(c, layout=changed(c.layout, **ways[n]))) for more, n in every)
+        self._in_turn(seconds, self._schedule, entries)
+
+    def _schedule(self, seconds: float, order: Order, c: Choice) -> None:
+        smallest = changed(c, layout=self.space.leanest(c.layout))
+        if self._once(order, LeastBytes.of, self.bounds.bytes, smallest, False) <= self.most:
+            more = self._once(order, Bounds.schedule, self.bounds, c, self.space)
+            self._push(max(seconds, more), self._sharings, order, c)
+        else:
+            self.lost += len(self.space.ways_to_share(c.layout))
 
     def _sharings(self, seconds: float, order: Order, c: Choice) -> None:
         for number, layout in enumerate(self.space.sharings(c.layout)):
             one = changed(c, layout=layout)
             if self.bounds.bytes.of(one) <= self.most:
-                self._push(max(seconds, self.bounds.sharing(one)), 5, (*order, number), one)
+                self._push(max(seconds, self.bounds.sharing(one)), self._pipeline, (*order, number), one)
             else:
                 self.lost += 1
 
     def _pipeline(self, seconds: float, order: Order, c: Choice) -> None:
-        self._push(max(seconds, self.bounds.simulated(c)), 6, order, c)
+        self._push(max(seconds, self.bounds.simulated(c)), self._price, order, c)
 
     def _price(self, seconds: float, order: Order, c: Choice) -> None:
         self.tried += 1
@@ -148,7 +167,7 @@ class Search:
         memory = held(s, shared.sums)
         if round(max(m.total for m in memory)) <= self.most:
             plan = Plan(s, memory, step(s, shared=shared.parts))
-            self._push(plan.step.seconds, PRICED, order, plan, plan.peak_bytes)
+            self._push(plan.step.seconds, None, order, plan, plan.peak_bytes)
         else:
             self.lost += 1
 
@@ -157,7 +176,9 @@ class Search:
         the least bounds first."""
         space, least = self.space, self.bounds.bytes
         heap = list[tuple[float, tuple[int, ...], int, Choice]]()
-        heap += ((least.least(c, space), (number,), -1, c) for number, c in enumerate(space.starts(space.shapes)))
+        heap += (
+            (least.least(c, space), (number,), -1, c) for number, c in enumerate(space.starts(space.shapes))
+        )
         heapq.heapify(heap)
         while heap and heap[0][0] <= most:
             _, order, level, c = heapq.heappop(heap)

@@ -8,13 +8,15 @@ import math
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fivefold.models.section import ModelSection
 from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.memory import memory, model_states
 from fivefold.plan.memory.memory import MicrobatchBytes
 from fivefold.plan.memory.model_states import Buffers
+from fivefold.plan.search import routes
+from fivefold.plan.search.routes import Routes
 from fivefold.plan.search.shared import (
     MANY,
     Costs,
@@ -52,6 +54,13 @@ class RankSeconds(NamedTuple):
     each: float
 
 
+class MicrobatchSeconds(NamedTuple):
+    """Seconds of a microbatch, divided evenly between pipeline ranks; and of the routes of each schedule."""
+
+    even: float
+    schedules: list[tuple[int, list[tuple[float, float]]]]
+
+
 class Bounds:
     """Lower bounds of the seconds and bytes of layouts of a model on a cluster. `start`, `shape`, `schedule`, `sharing`
     and `simulated` bound the seconds: each is tighter than those before, and slower."""
@@ -64,11 +73,11 @@ class Bounds:
         self._starts: dict[Key, list[tuple[float, float, Choice]]] = {}
         self.known: dict[Space, dict[Key, float]] = {}
         """What a search has found, of each entry, for those that follow with other limits."""
-        self._many: dict[Key, tuple[float, float, float]] = {}
+        self._many: dict[Key, MicrobatchSeconds] = {}
         self._pipelines: dict[Key, tuple[float, dict[Share, float]]] = {}
         self._sums: dict[Key, RankSeconds] = {}
         self._all: dict[Key, tuple[RankSeconds, ...]] = {}
-        self._ways: dict[Key, tuple[float, float, bool]] = {}
+        self._fastest: dict[Key, tuple[list[dict[str, Any]], list[Routes]]] = {}
 
     def setting(self, c: Choice) -> Setting:
         return self.shared.setting(c)
@@ -82,7 +91,8 @@ class Bounds:
             shapes, least = space.families[number], math.inf
             for mode in space.precisions:
                 c = Choice(changed(shapes[0], pp=1, ep=1, ep_fold=False), MANY, 1, mode)
-                work, _, _ = self._microbatch(c, space)
+                costs = self.shared.microbatch(c).costs
+                work = self._microbatch(c, self._routes(c, space), costs, costs).even
                 most = min(largest(space.batch, one.dp) / one.pp for one in shapes)
                 least = min(least, most / MANY * work * ENDLESS + self._fixed(c))
             self._families[space, number] = least
@@ -91,13 +101,8 @@ class Bounds:
     def starts(self, space: Space, number: int) -> list[tuple[float, float, Choice]]:
         """(seconds, bytes, choice) of each start of a family: bounds for all its sizes of a microbatch."""
         if (space, number) not in self._starts:
-            exact = self.shared.exact
             self._starts[space, number] = [
-                (
-                    min(self.shape(one, space) for one in space.sizes(c)) if exact else self.start(c, space),
-                    self.bytes.least(c, space),
-                    c,
-                )
+                (self.sizes(c, space)[0][0], self.bytes.least(c, space), c)
                 for c in space.starts(space.families[number])
             ]
         return self._starts[space, number]
@@ -122,52 +127,72 @@ class Bounds:
             else:
                 heapq.heappush(heap, (self.shape(choices[number], space), 1, number))
 
+    def sizes(self, c: Choice, space: Space) -> list[tuple[float, int]]:
+        """(seconds, its number) of each size of a start's microbatch, the least first."""
+        bound = self.shape if self.shared.exact else self.start
+        return sorted((bound(one, space), number) for number, one in enumerate(space.sizes(c)))
+
     def start(self, c: Choice, space: Space) -> float:
-        """`shape` or less, and no more than for a larger microbatch: by what a sequence takes in one of `MANY`, found
-        once for all sizes. (`SharedCosts.exact` prices need not be less there.)"""
-        x = c.layout
-        key = (*within_block(x), x.recompute, x.pp, c.mode)
+        """`shape` or less: by what a sequence takes in one of `MANY`, found once for all sizes. (`SharedCosts.exact`
+        prices need not be less there.)"""
+        return self._shape(c, c.B / MANY, self._endless(c, space))
+
+    def _endless(self, c: Choice, space: Space) -> MicrobatchSeconds:
+        every, x = self._routes(c, space), c.layout
+        key = (*within_block(x), x.recompute, x.pp, c.mode, id(every))
         if key not in self._many:
-            self._many[key] = self._microbatch(changed(c, B=MANY, count=1), space)
-        return self._shape(c, *(c.B / MANY * seconds for seconds in self._many[key]))
+            one, split = changed(c, B=MANY, count=1), space.splitting(x)
+            costs = self.shared.microbatch(one).costs
+            late = self.shared.microbatch(changed(one, layout=split)).costs if split else costs
+            self._many[key] = self._microbatch(c, every, costs, late)
+        return self._many[key]
 
     def shape(self, c: Choice, space: Space) -> float:
-        """Seconds under any schedule and any sharing of states: all work divided evenly, or in whole blocks."""
-        return self._shape(c, *self._microbatch(c, space))
+        """Seconds under any schedule and any sharing of states: of work divided evenly, or along its routes. A split
+        backward takes no less than a whole one, or one in a microbatch of `MANY`."""
+        costs = self.shared.microbatch(c).costs
+        even, schedules = self._microbatch(c, self._routes(c, space), costs, costs)
+        if not self.shared.exact:
+            times = c.B / MANY
+            for (_, found), (_, more) in zip(schedules, self._endless(c, space).schedules, strict=True):
+                found += [(times * once, times * each) for once, each in more]
+        return self._shape(c, 1.0, MicrobatchSeconds(even, schedules))
 
-    def _shape(self, c: Choice, each: float, ahead: float, most: float) -> float:
-        return (max(c.count * each + ahead, c.count * most) + self._fixed(c)) * ROUNDING
+    def _shape(self, c: Choice, times: float, micro: MicrobatchSeconds) -> float:
+        least = min(
+            max(once + c.count // copies * each for once, each in routes)
+            for copies, routes in micro.schedules
+        )
+        return (times * max(c.count * micro.even, least) + self._fixed(c)) * ROUNDING
 
-    def _microbatch(self, c: Choice, space: Space) -> tuple[float, float, float]:
-        """Seconds of a microbatch on an average pipeline rank, until this starts, and on the rank with most blocks."""
-        costs, p, layers = self.shared.microbatch(c).costs, c.layout.pp, len(self.shared.second)
-        mixed, (ahead, most, paired) = self.shared.second.count(True), self._least(c, space)
-        whole = Share(layers - mixed, mixed, 1, 1)
-        kinds = [
-            (cost, cost.seconds - (cost.rows_forward + cost.rows_backward) * paired) for cost in costs[:2]
-        ]
-        kinds = [kinds[kind] for kind in set(self.shared.second)]
-        work = sum(costs.of(whole)) - costs.hidden(whole) * paired
-        return (
-            work / p,
-            ahead * min(cost.forward for cost, _ in kinds),
-            most * min(seconds for _, seconds in kinds),
+    def _microbatch(self, c: Choice, every: Sequence[Routes], costs: Costs, late: Costs) -> MicrobatchSeconds:
+        """late: costs where backward is split."""
+        whole = self.shared.whole
+        work = sum(costs.of(whole)) - (costs.hidden(whole) if any(one.paired for one in every) else 0.0)
+        found = ((one, late if one.splits else costs) for one in every)
+        return MicrobatchSeconds(
+            work / c.layout.pp, [(one.copies, one.seconds(by, whole)) for one, by in found]
         )
 
-    def _least(self, c: Choice, space: Space) -> tuple[float, float, bool]:
-        """Of all schedules of a shape: the fewest blocks before an average pipeline rank; the fewest of the rank with
-        most, for each microbatch that it computes; whether one of them runs pairs."""
-        x = c.layout
-        key = x.pp, x.tp > 1, x.cp > 1, x.ep > 1
-        if key not in self._ways:
-            layouts = [changed(x, **way) for way in space.schedules(x)]
-            at = [(x, self.shared.positions(x)) for x in layouts]
-            ahead = min(
-                sum(one.before.plain + one.before.mixed for one in every) / len(every) for _, every in at
-            )
-            most = min(max(one.part.plain + one.part.mixed for one in every) / x.copies for x, every in at)
-            self._ways[key] = ahead, most, any(SCHEDULES[x.schedule].paired for x in layouts)
-        return self._ways[key]
+    def _routes(self, c: Choice, space: Space) -> list[Routes]:
+        """Those of all schedules of a shape; equal ones are the same list."""
+        ways = space.schedules(c.layout)
+        key = id(ways), c.layout.pp, min(c.count, FILLING * c.layout.pp)
+        if key not in self._fastest:
+            found = routes.fastest(self.shared, c.layout, ways, c.count)
+            same = (other for _, other in self._fastest.values() if other == found)
+            self._fastest[key] = ways, next(same, found)
+        return self._fastest[key][1]
+
+    def schedules(self, c: Choice, space: Space) -> list[tuple[float, int]]:
+        """(`schedule` or less, its number) of each schedule of a shape, the least first: no traffic is counted."""
+        found = list[tuple[float, int]]()
+        for number, way in enumerate(space.schedules(c.layout)):
+            one = changed(c, layout=changed(c.layout, **way))
+            ends, turned = self._ends(one, self.shared.microbatch(one).costs)
+            longest = max(turned, *(end for end, *_ in ends))
+            found.append(((longest + self._fixed(c)) * ROUNDING, number))
+        return sorted(found)
 
     def schedule(self, c: Choice, space: Space) -> float:
         """Seconds of a schedule under any sharing of states: the forward of the stages before a rank, its own work,
@@ -219,11 +244,7 @@ class Bounds:
         backward of one microbatch. And the earliest end of the step that is no position's: a microbatch passes all
         stages, there and back, and where the first position ends last, it ends behind the backward of all others."""
         x, ends, (there, back) = c.layout, [], self.shared.hops(c)
-        second, passing = self.shared.second.count(True), costs
-        if x.splits_backward:
-            # a microbatch does not wait for gradients of weights that the schedule computes later
-            passing = Costs(*(cost._replace(weight=0.0) for cost in costs))
-        turned = sum(passing.of(Share(len(self.shared.second) - second, second, 1, 1)))
+        turned = sum(routes.passing(costs, x.splits_backward).of(self.shared.whole))
         upwards = x.pp == 1 or ends_upwards(x.schedule, x.pp, c.count, x.stages_per_rank)
         paired = SCHEDULES[x.schedule].paired
         for at in self.shared.groups(x):

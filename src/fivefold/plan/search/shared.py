@@ -114,6 +114,8 @@ class SharedCosts:
         self.model, self.cluster, self.software = model, cluster, software
         self._many = replace(software, batch_first=False)  # a microbatch of one sequence copies least
         self.second = card_of(model).second
+        mixed = self.second.count(True)
+        self.whole = Share(len(self.second) - mixed, mixed, 1, 1)
         # no price grows with its size alone; of windows, only several sequences copy keys
         self.exact = bool(cluster.machine or software.documents or card_of(model).narrow)
         self._operations: dict[Key, Operations] = {}

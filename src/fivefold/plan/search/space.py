@@ -86,8 +86,8 @@ class Space:
 
     @cached_property
     def families(self) -> list[list[Layout]]:
-        """Sizes of all axes, and options of the tensor, context and expert axes. Data-parallel ranks are replicas. Those
-        of a family differ in expert and pipeline axes only."""
+        """Sizes of all axes, and options of the tensor, context and expert axes. Data-parallel ranks are replicas.
+        Those of a family differ in expert and pipeline axes only."""
         devices = self.cluster.devices
         found = [
             [
@@ -96,9 +96,7 @@ class Space:
                 for pp in self.stages(way)
                 if (dp := devices // (way.tp * way.cp * pp)) <= self.batch
             ]
-            for _, ways in groupby(
-                self.ways(), attrgetter("tp", "cp", "cp_method", "sp", "sp_regather")
-            )
+            for _, ways in groupby(self.ways(), attrgetter("tp", "cp", "cp_method", "sp", "sp_regather"))
         ]
         return [*filter(None, found)]
 
@@ -172,12 +170,14 @@ class Space:
         there are messages of experts to hide."""
         key = shape.pp, shape.tp > 1, shape.cp > 1, shape.ep > 1
         if key not in self._schedules:
-            self._schedules[key] = [
+            found = [
                 way
                 for way in self._ways[shape.pp]
                 if not any(problems(changed(shape, **way)))
                 and (shape.ep > 1 or not SCHEDULES[way["schedule"]].paired)
             ]
+            # equal ones are the same, because what follows from them is cached by identity
+            self._schedules[key] = next((same for same in self._schedules.values() if same == found), found)
         return self._schedules[key]
 
     @cached_property
@@ -193,6 +193,11 @@ class Space:
                 if self._allowed(Layout(pp=pp, **(way := {"schedule": name, "virtual_stages": virtual})))
             ]
         return found
+
+    def splitting(self, shape: Layout) -> Layout | None:
+        """The shape under some schedule that splits backward."""
+        found = (changed(shape, **way) for way in self.schedules(shape))
+        return next((one for one in found if one.splits_backward), None)
 
     def bare(self, layout: Layout) -> Iterator[Layout]:
         """A pipeline with ends without blocks, under every schedule with which that changes the cut."""
