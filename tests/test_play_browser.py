@@ -68,7 +68,7 @@ def check_quiet(browser: Browser, play: Play, width: int) -> None:
     assert browser.evaluate("document.cookie") == ""  # scripts cannot read it
     for node in browser.call("Accessibility.getFullAXTree")["nodes"]:
         role = node.get("role", {}).get("value")
-        if role in ("button", "link", "textbox", "searchbox", "combobox", "checkbox", "slider", "region"):
+        if role in ("button", "link", "textbox", "searchbox", "combobox", "checkbox", "slider", "group"):
             assert node.get("ignored") or node.get("name", {}).get("value"), node
 
 

@@ -48,11 +48,11 @@ export function picture(text, label) {
   for (const node of [made, ...made.querySelectorAll("*")]) {
     for (const { name } of [...node.attributes]) if (/^on|href|^style$/i.test(name)) node.removeAttribute(name);
   }
-  return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label }, document.importNode(made, true));
+  return el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": label }, document.importNode(made, true));
 }
 
 /** A table. rows: arrays of text or elements; the first cell names its row. label: for screen readers. */
-export const table = (head, rows, label = "Table") => el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label },
+export const table = (head, rows, label = "Table") => el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": label },
   el("table", {}, el("thead", {}, el("tr", {}, head.map((cell) => el("th", { scope: "col" }, cell)))), el("tbody", {}, trs(rows))));
 export const trs = (rows) => rows.map(([first, ...cells]) =>
   el("tr", {}, el("th", { scope: "row" }, first), cells.map((cell) => el("td", {}, cell))));

@@ -15,7 +15,7 @@ function control({ key, range }, moves) {
   const now = () => (range ? Number(input.value) : input.selectedIndex);
   const say = () => {
     output.textContent = words[now()] ?? "";
-    input.setAttribute("aria-valuetext", output.textContent);
+    if (range) input.setAttribute("aria-valuetext", output.textContent);
   };
   input.addEventListener("input", () => { say(); moves(key, values[now()]); });
   const row = el("div", { class: "slider" }, label, range && output, input);
@@ -43,7 +43,7 @@ function machine(api, position, known, remove) {
     box, !api.recorded && field("Price per device-hour", price), figures, wrong, shown);
   const set = sliders(box, (move, to) => ask({ move, to }));
   price.addEventListener("change", () => ask({ move: "price", to: price.value }));
-  let waiting = null, asking = false, opened = false;
+  let waiting = null, asking = false, opened = false, wide = 0; // pixels for which the pictures were made
 
   async function ask(given) {
     waiting = given;
@@ -54,8 +54,9 @@ function machine(api, position, known, remove) {
       const one = waiting;
       waiting = null;
       try {
-        root.classList.toggle("wide", root.clientWidth > 1000);
-        const width = Math.round(root.clientWidth > 1000 ? root.clientWidth / 2 - 30 : root.clientWidth || 600);
+        wide = root.clientWidth;
+        root.classList.toggle("wide", wide > 1000);
+        const width = Math.round(wide > 1000 ? wide / 2 - 30 : wide || 600);
         const answer = await api.get("machine/plan", { ...position, ...one.position, move: one.move ?? "", to: one.to ?? "", width });
         if (!waiting) show(answer);
       } catch (error) { show({ problem: error.message, nearest: [] }); }
@@ -122,13 +123,10 @@ function machine(api, position, known, remove) {
         toml && copyable(toml, "Recipe"), summary.length > 0 && el("pre", { tabindex: 0 }, summary.join("\n"))),
     ].filter(Boolean));
   }
-  let width = 0, timer = 0;
+  let timer = 0;
   const resized = new ResizeObserver(() => {
     clearTimeout(timer);
-    timer = setTimeout(() => {
-      if (width && Math.abs(width - root.clientWidth) > 40) ask({});
-      width = root.clientWidth;
-    }, 300);
+    timer = setTimeout(() => { if (wide && Math.abs(wide - root.clientWidth) > 40) ask({}); }, 300);
   });
   resized.observe(root);
   return { root, ask, position: () => position, end: () => resized.disconnect() };
