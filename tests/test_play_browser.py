@@ -66,9 +66,10 @@ def check_quiet(browser: Browser, play: Play, width: int) -> None:
     assert browser.evaluate("document.querySelectorAll('main img, main script, main style').length") == 0
     assert "token" not in browser.evaluate("location.href")
     assert browser.evaluate("document.cookie") == ""  # scripts cannot read it
+    assert browser.evaluate("document.querySelectorAll('[role=group]:not([aria-label])').length") == 0
     for node in browser.call("Accessibility.getFullAXTree")["nodes"]:
         role = node.get("role", {}).get("value")
-        if role in ("button", "link", "textbox", "searchbox", "combobox", "checkbox", "slider", "group"):
+        if role in ("button", "link", "textbox", "searchbox", "combobox", "checkbox", "slider"):
             assert node.get("ignored") or node.get("name", {}).get("value"), node
 
 

@@ -84,6 +84,20 @@ def test_a_run_is_watched_while_it_trains(play: Play, folder: Path) -> None:
     assert next(one for one in told if "condition" in one)["condition"]["kind"] == "stopped"
 
 
+def test_of_many_steps_columns_that_are_drawn_come_first(
+    play: Play, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "MANY", 9)
+    lines = [json.loads(line) for line in (folder / "first/metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    told = play.events(f"train/watch?{named(folder / 'first')}")
+    first, more = next(told), next(told)
+    assert ([*first["columns"]], first["again"]) == (["step", *watch.DRAWN], True)
+    assert [*more] == ["columns"]
+    assert {*first["columns"], *more["columns"]} == {"step", *watch.CURVES}
+    assert more["columns"]["lr"] == pytest.approx([line["lr"] for line in steps], rel=1e-4)
+
+
 def test_faults_and_restarts_are_told_in_words(play: Play, folder: Path) -> None:
     run = folder / "first"
     lines = [{"step": 1, "loss": None, "nonfinite": 1}, {"step": 2, "loss": 9.0, "usual_loss": 2.0, "spike": 1},
@@ -114,6 +128,7 @@ LINES = (
     *(
         f'{{"step": 1, "loss": 1{"0" * 39}}}',
         '{"step": 1, "rollback": 3, "alarm": [1]}',
+        f'{{"step": 1, "loss": {"9" * 400}}}',
         '{"step": 1, "sample": 7}',
     ),
     *('{"step": 1, "spike": 1, "loss": {}}', '{"step": 1, "sample": "\\ud800\\u202e\\u001b[2J"}'),

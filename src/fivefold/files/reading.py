@@ -22,6 +22,8 @@ MOST_TRACE = 256 << 20
 """Bytes of a step's timeline."""
 LONGEST_NUMBER = 40
 """Digits of a whole number in a JSON file."""
+DIGITS = bytes(48 if 48 <= byte < 58 else 32 for byte in range(256))
+"""Makes zeros of all digits, and spaces of everything else."""
 BROKEN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What code raises that finds other JSON than it expects."""
 
@@ -108,6 +110,13 @@ def parse_json(text: str | bytes) -> Any:
             raise ValueError(f"a whole number of {len(digits):,} digits; at most {LONGEST_NUMBER}")
         return int(digits)
 
+    # Where no run of digits is that long, they need not be looked at one by one: two thirds of the time
+    if (
+        isinstance(text, bytes)
+        and b"\0" not in text
+        and b"0" * (LONGEST_NUMBER + 1) not in text.translate(DIGITS)
+    ):
+        return json.loads(text)
     return json.loads(text, parse_int=whole)
 
 

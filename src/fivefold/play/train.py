@@ -86,7 +86,11 @@ def watched(state: State, run: Path) -> Iterator[Any]:
         }
         new = {key: value for key, value in now.items() if value != last.get(key)}
         last = now
-        new |= tail.read() or {}
+        for part in tail.read():
+            if "again" not in part:
+                yield None  # further columns of many steps can wait until the first ones are drawn
+            yield new | part
+            new = {}
         if new:
             yield new
         yield None

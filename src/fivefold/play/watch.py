@@ -23,6 +23,8 @@ from fivefold.sharding.layout import Layout, to_text
 
 CURVES = ("loss", "tokens_per_s", "mfu", "grad_norm", "lr", "step_s", "peak_memory_bytes")
 """Columns of the steps."""
+DRAWN, MANY = ("loss", "tokens_per_s"), 5000
+"""Columns that the page draws first, and the steps from which on these come before the others."""
 VALIDATION = ("val_loss", "val_bits_per_byte")
 ORDINARY = {"step", "tokens", "data_wait_s", *CURVES, *VALIDATION}
 """Keys of a line that tells nothing unusual."""
@@ -41,9 +43,9 @@ class Tail:
     def __init__(self, run: Path) -> None:
         self.path, self.file, self.at = run / FILE, (0, 0), 0
 
-    def read(self) -> dict[str, Any] | None:
-        """What is new: {again: True if the earlier lines do not count any more; columns, validation: {name: values};
-        samples, alarms: [[step, text]]}. None: nothing is."""
+    def read(self) -> Iterator[dict[str, Any]]:
+        """What is new, if anything is: {again: True if the earlier lines do not count any more; columns, validation:
+        {name: values}; samples, alarms: [[step, text]]}. Of many steps, further columns follow."""
         try:
             with open_file(self.path) as file:
                 there = os.fstat(file.fileno())
@@ -53,11 +55,10 @@ class Tail:
                 file.seek(self.at)
                 whole, newline, _ = file.read(AT_ONCE).rpartition(b"\n")
         except FileNotFoundError:
-            return None
+            return
         self.at += len(whole) + len(newline)
-        if not newline and not again:
-            return None
-        return {"again": again} | sorted_out(_parsed(whole))
+        if newline or again:
+            yield from sorted_out(_parsed(whole), again)
 
 
 def _parsed(whole: bytes) -> list[Any]:
@@ -78,17 +79,20 @@ def _numbers(lines: Sequence[Mapping[str, Any]], key: str) -> list[float | None]
     return [v if math.isfinite(v) else None for v in rounded.tolist()]
 
 
-def sorted_out(content: Sequence[Any]) -> dict[str, Any]:
-    """The values of lines by column; samples and alarms."""
+def sorted_out(content: Sequence[Any], again: bool) -> Iterator[dict[str, Any]]:
+    """The values of lines by column; samples and alarms (see `Tail.read`)."""
     lines = [line for line in content if isinstance(line, dict) and type(line.get("step")) is int]
-    found: dict[str, Any] = {}
-    for name, keys in (("columns", CURVES), ("validation", VALIDATION)):
-        rows = [line for line in lines if keys[0] in line]
+    found, steps = dict[str, Any](again=again), [line for line in lines if CURVES[0] in line]
+    first = CURVES if len(steps) < MANY else DRAWN
+    others = [line for line in lines if VALIDATION[0] in line]
+    for name, rows, keys in (("columns", steps, first), ("validation", others, VALIDATION)):
         found[name] = {"step": [row["step"] for row in rows]} | {key: _numbers(rows, key) for key in keys}
     texts = [(line["step"], line["sample"]) for line in lines if isinstance(line.get("sample"), str)][-LAST:]
     alarms = [[line["step"], text] for line in lines if not line.keys() <= ORDINARY for text in _wrong(line)]
     samples = [[step, printable(text[:LONGEST_SAMPLE])] for step, text in texts]
-    return found | {"samples": samples, "alarms": alarms[-LAST:]}
+    yield found | {"samples": samples, "alarms": alarms[-LAST:]}
+    if later := [key for key in CURVES if key not in first]:
+        yield {"columns": {key: _numbers(steps, key) for key in later}}
 
 
 def _wrong(line: Mapping[str, Any]) -> Iterator[str]:

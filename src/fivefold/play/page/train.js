@@ -207,21 +207,22 @@ function watch(root, api, name) {
       steps.length = samples.length = alarms.length = 0;
       for (const values of [...Object.values(columns), ...Object.values(validation)]) values.length = 0;
     }
-    for (const [from, into] of [[found.columns, columns], [found.validation, validation]])
+    const { validation: more = {}, samples: said = [], alarms: wrong = [] } = found; // of many steps, columns come alone
+    for (const [from, into] of [[found.columns, columns], [more, validation]])
       for (const [key, values] of Object.entries(from)) {
         const all = key === "step" && into === columns ? steps : (into[key] ??= []);
         for (const value of values) all.push(value);
       }
-    samples.push(...found.samples);
-    alarms.push(...found.alarms);
-    if (found.samples.length || found.again) {
+    samples.push(...said);
+    alarms.push(...wrong);
+    if (said.length || found.again) {
       const shown = ([step, text]) => el("figure", { class: "sample" }, el("figcaption", {}, `Step ${step.toLocaleString("en")}`), el("pre", { tabindex: 0 }, text));
       const late = samples.slice(-20).reverse();
       keep(latest, late.slice(0, 1), JSON.stringify, shown);
       keep(before_, late.slice(1), JSON.stringify, shown);
       [no_text.hidden, earlier.hidden] = [late.length > 0, late.length < 2];
     }
-    draw(found.again);
+    if (found.columns.step || found.columns[below]) draw(found.again);
   }
 
   let before = "";
