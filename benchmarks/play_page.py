@@ -5,9 +5,10 @@ slower a training is beside it.
     PYTHONPATH=tests python benchmarks/play_page.py --training [--out benchmarks/results/play_training.json]
 
 First paint: from the navigation until the curve, or every run's figures, stand on the page (a median of some; the
-server has read the run before, or not). Update: the processor time of the page's thread for a line that is added every
-half second, and the longest task of the browser, which a busy machine stretches. Server: the processor time of its
-process while it shows nothing, and while a page watches a run that trains.
+server has read the run before, or not), and the processor time of the server and of the page's thread until then.
+Update: the processor time of the page's thread for a line that is added every half second, and the longest task of the
+browser, which a busy machine stretches. Server: the processor time of its process while it shows nothing, and while a
+page watches a run that trains.
 
 Training: in each turn the quickstart trains without a server, beside a server that nobody looks at, and beside a page
 that watches it, in an order that changes from turn to turn. A turn's figure is the median of the run's step times
@@ -101,7 +102,14 @@ def one_run(browser: Browser, folder: Path) -> dict[str, object]:
     there = f"document.querySelector('canvas') && {figures}"
     browser.call("Performance.enable", timeDomain="threadTicks")
     try:
-        first, *more = [painted(browser, place, there) for _ in range(TRIES + 1)]
+        costs = list[tuple[float, float, float]]()
+        for _ in range(TRIES + 1):
+            before = processor_s(process.pid)
+            seconds = painted(browser, place, there)
+            costs.append((seconds, processor_s(process.pid) - before, thread_s(browser)))
+            time.sleep(2)  # further columns come
+        first, *more = [seconds for seconds, _, _ in costs]
+        server, thread = (statistics.median(one[i] for one in costs[1:]) for i in (1, 2))
         browser.evaluate(
             "window.longest = 0; new PerformanceObserver((all) => all.getEntries().forEach((one) => "
             "{ longest = Math.max(longest, one.duration); })).observe({ type: 'longtask' })"
@@ -141,6 +149,8 @@ def one_run(browser: Browser, folder: Path) -> dict[str, object]:
         "steps": STEPS,
         "first_paint_ms": round(statistics.median(more)),
         "first_paint_of_the_server_ms": round(first),
+        "first_paint_server_processor_ms": round(1000 * server),
+        "first_paint_page_processor_ms": round(1000 * thread),
         "update_processor_ms": round(1000 * update, 1),
         "longest_task_of_an_update_ms": round(longest) if longest else "below 50",
         "server_share_of_a_core_open": round(open_share, 4),
