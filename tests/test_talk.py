@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import tomllib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,12 @@ def test_the_rows_are_the_same_everywhere(tmp_path: Path, monkeypatch: pytest.Mo
     assert sources.find("talk").files[0].path.stat().st_size == file.size
 
 
+def test_the_held_out_questions_stay() -> None:
+    """Figures of two versions compare only if they were asked the same: no change of wordings touches these."""
+    rows = json.dumps([tuple(question) for part in PARTS[6:] for question in part])
+    assert hashlib.sha256(rows.encode()).hexdigest().startswith("c4f3b86f2ae7e4ce")
+
+
 def operand(question: talk.Question) -> object:
     """What must not be in both parts."""
     reply = question.reply
@@ -79,6 +86,47 @@ def test_held_out_questions_are_apart(kind: str) -> None:
     assert not {operand(question) for question in trained} & {operand(question) for question in held_out}
     if kind == "facts":
         assert {question.reply for question in held_out} <= {question.reply for question in trained}
+
+
+def test_held_out_wordings_of_facts_are_two_words_from_every_trained_one() -> None:
+    """Whatever table they belong to; capitals and marks do not count. None is a part of a trained one."""
+    tables = tomllib.loads(Path(talk.__file__).with_suffix(".toml").read_text())
+    asked, phrases, held_out = (
+        [wording for table in tables["facts"] for wording in table[name]]
+        for name in ("asked", "phrases", "held_out")
+    )
+    trained = asked + [frame.replace("{p}", phrase) for frame in tables["frames"] for phrase in phrases]
+    for wording in map(words_of, held_out):
+        near = [each for each in map(words_of, trained) if changes(wording, each) < 2]
+        within = [
+            each for each in map(words_of, trained) if f" {' '.join(wording)} " in f" {' '.join(each)} "
+        ]
+        assert not near + within, wording
+
+
+def words_of(wording: str) -> list[str]:
+    return re.findall(r"[\w{}]+|'s", wording.lower())
+
+
+def changes(one: list[str], other: list[str]) -> int:
+    """Words to put in, leave out or replace, until one is the other (the Levenshtein distance)."""
+    row = list(range(len(other) + 1))
+    for before, word in enumerate(one, 1):
+        above, row = row, [before]
+        for at, also in enumerate(other):
+            row.append(min(row[at] + 1, above[at + 1] + 1, above[at] + (word != also)))
+    return row[-1]
+
+
+def test_changes_of_words() -> None:
+    asked = words_of("Tell me {x}'s capital.")
+    others = (
+        "tell me {x}'s capital",
+        "Tell me {x}'s symbol",
+        "{x}'s capital",
+        "Can you tell me {x}'s capital?",
+    )
+    assert [changes(asked, words_of(other)) for other in others] == [0, 1, 2, 2]
 
 
 def test_no_word_is_spelled_in_one_part_and_counted_in_the_other() -> None:

@@ -1,8 +1,9 @@
 """The set `talk`: a few thousand short questions with answers, made here, and held-out questions apart.
 
 `data.source = "talk"` is the training part, `fivefold eval --task talk` asks the held-out part. Held-out questions of
-facts have wordings that are not trained on; those of other kinds have numbers or words that are not. Answers to
-arithmetic and counting show their steps: a small model learns steps from a few hundred examples.
+facts have wordings that are two words or more from any trained one; those of other kinds have numbers or words that are
+not trained on. Answers to arithmetic and counting show their steps: a small model learns steps from a few hundred
+examples.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from typing import Any, NamedTuple, TypeVar
 from fivefold import files
 
 NAME = "talk"
-TRAINED, HELD_OUT = 900, 150
+TRAINED, HELD_OUT = 1200, 150
 """Questions of each kind."""
+PLAIN, FRAMED = 3, 5
+"""Wordings of a fact."""
 MOST_TURNS = 3
 """Questions of a conversation."""
 Item = TypeVar("Item")
@@ -147,13 +150,22 @@ def _converted(rng: random.Random, steps: str, given: tuple[int, str], found: tu
 
 
 def _facts(held_out: bool) -> Iterator[Row]:
+    rng = random.Random("facts")
     pairs: list[list[str]] = []
     for table in _tables()["facts"]:
         turned = "pairs" not in table  # the pairs of the table before, from the other side
         pairs = [pair[::-1] for pair in pairs] if turned else [p.split() for p in table["pairs"].split(",")]
         for x, y in pairs:
-            for wording in table["held_out" if held_out else "asked"]:
+            for wording in table["held_out"] if held_out else _wordings(rng, table):
                 yield wording.format(x=x, y=y), table["reply"].format(x=x, y=y), y
+
+
+def _wordings(rng: random.Random, table: dict[str, Any]) -> list[str]:
+    """How a fact is asked in training: PLAIN of its table's questions, FRAMED phrases in frames."""
+    frames = rng.sample(_tables()["frames"], FRAMED)
+    return rng.sample(table["asked"], PLAIN) + [
+        f.replace("{p}", rng.choice(table["phrases"])) for f in frames
+    ]
 
 
 def _asking(held_out: bool) -> Iterator[Row]:
