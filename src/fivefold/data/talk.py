@@ -23,8 +23,8 @@ from fivefold import files
 NAME = "talk"
 TRAINED, HELD_OUT = 1200, 150
 """Questions of each kind."""
-PLAIN, FRAMED = 3, 5
-"""Wordings of a fact."""
+PLAIN, FRAMED, NAMED = 3, 5, 5
+"""Wordings of a fact; wordings of facts that ask about an invented name."""
 MOST_TURNS = 3
 """Questions of a conversation."""
 Item = TypeVar("Item")
@@ -162,10 +162,10 @@ def _facts(held_out: bool) -> Iterator[Row]:
 
 def _wordings(rng: random.Random, table: dict[str, Any]) -> list[str]:
     """How a fact is asked in training: PLAIN of its table's questions, FRAMED phrases in frames."""
-    frames = rng.sample(_tables()["frames"], FRAMED)
-    return rng.sample(table["asked"], PLAIN) + [
-        f.replace("{p}", rng.choice(table["phrases"])) for f in frames
-    ]
+    plain, frames = rng.sample(table["asked"], PLAIN), rng.sample(_tables()["frames"], FRAMED)
+    framed = [frame.replace("{p}", rng.choice(table["phrases"])) for frame in frames]
+    before, after = _tables()["before"], _tables()["after"]
+    return [rng.choice(before) + wording + rng.choice(after) for wording in plain + framed]
 
 
 def _asking(held_out: bool) -> Iterator[Row]:
@@ -175,6 +175,13 @@ def _asking(held_out: bool) -> Iterator[Row]:
         mark = "{a}" if "{a}" in asked else "{w}"
         for operand in map(str, _part(operands[mark], held_out)):
             yield asked.replace(mark, operand), (answer := reply.replace(mark, operand)), answer
+    rng = random.Random("asking")
+    for name in (
+        () if held_out else _part(operands["{w}"], held_out)
+    ):  # wordings of facts: the name has to be known
+        for wording in rng.sample(_wordings(rng, rng.choice(_tables()["facts"])), NAMED):
+            said = rng.choice((name, name.lower()))
+            yield wording.format(x=said), (answer := f"I don't know {said}."), answer
 
 
 KINDS: dict[str, Callable[[bool], Iterable[Row]]] = {
