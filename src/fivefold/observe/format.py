@@ -38,7 +38,7 @@ def memory_text(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time in its two largest units: `0.4s`, `42s`, `3m05s`, `2h07m`, `4d03h`; `?` if unknown."""
+    """A time in its two largest units: `0.4s`, `42s`, `3m05s`, `2h07m`, `4d03h`, `12y` from 1000 days on; `?` if unknown."""
     if not math.isfinite(seconds) or seconds < 0:
         return "?"
     if seconds < 9.95:
@@ -46,6 +46,8 @@ def duration(seconds: float) -> str:
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     days, h = divmod(hours, 24)
+    if days >= 1000:
+        return f"{days / 365.25:,.0f}y"
     return f"{days}d{h:02d}h" if days else f"{h}h{m:02d}m" if h else f"{m}m{s:02d}s" if m else f"{s}s"
 
 
