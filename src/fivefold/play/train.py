@@ -87,9 +87,7 @@ def watched(state: State, run: Path) -> Iterator[Any]:
         new = {key: value for key, value in now.items() if value != last.get(key)}
         last = now
         for part in tail.read():
-            if "again" not in part:
-                yield None  # further columns of many steps can wait until the first ones are drawn
-            yield new | part
+            yield new | part or None
             new = {}
         if new:
             yield new

@@ -45,7 +45,7 @@ class Tail:
 
     def read(self) -> Iterator[dict[str, Any]]:
         """What is new, if anything is: {again: True if the earlier lines do not count any more; columns, validation:
-        {name: values}; samples, alarms: [[step, text]]}. Of many steps, further columns follow."""
+        {name: values}; samples, alarms: [[step, text]]}. Of many steps, further columns follow, behind {}."""
         try:
             with open_file(self.path) as file:
                 there = os.fstat(file.fileno())
@@ -92,6 +92,7 @@ def sorted_out(content: Sequence[Any], again: bool) -> Iterator[dict[str, Any]]:
     samples = [[step, printable(text[:LONGEST_SAMPLE])] for step, text in texts]
     yield found | {"samples": samples, "alarms": alarms[-LAST:]}
     if later := [key for key in CURVES if key not in first]:
+        yield {}  # these can wait until the first ones are drawn
         yield {"columns": {key: _numbers(steps, key) for key in later}}
 
 
