@@ -38,7 +38,7 @@ def memory_text(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time in its two largest units: `0.4s`, `42s`, `3m05s`, `2h07m`, `4d03h`; `12y` from 1000 days on; `?`: unknown."""
+    """A time in its two largest units: `0.4s`, `42s`, `3m05s`, `4d03h`, `12y` from 1000 days on; `?` if not known."""
     if not math.isfinite(seconds) or seconds < 0:
         return "?"
     if seconds < 9.95:
