@@ -324,13 +324,14 @@ def test_ranks_say_what_they_do(tmp_path: Path) -> None:
 
 def test_a_timeline_is_shown(play: Play, folder: Path) -> None:
     run = folder / "first"
-    assert not play.get(f"train/about?{named(run)}")["timeline"]
+    told = play.events(f"train/watch?{named(run)}")
+    assert not next(told)["timeline"]
     assert "no step" in play.get(f"train/timeline?{named(run)}", 400)["error"]
     spans = (Span(COMPUTE, "forward", "blocks.0", 0.0, 0.5), Span("batch", "message", EVIL, 0.2, 0.6, 8))
     for rank in range(6):
         timelines.write(run, StepTimeline(spans, rank, 20))
     timelines.write(run, StepTimeline(spans, 0, 20), planned=True)
-    assert play.get(f"train/about?{named(run)}")["timeline"]
+    assert next(told)["timeline"]
     text = play.get(f"train/timeline?{named(run)}")["picture"]
     assert (text.count("measured"), text.count("planned")) == (train.RANKS_DRAWN, 1)
     assert EVIL not in text

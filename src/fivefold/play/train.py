@@ -82,7 +82,7 @@ def watched(state: State, run: Path) -> Iterator[Any]:
                 for line in faults.read_restarts(run)[-5:]
             ],
             "said": state.jobs.said(run)[-1500:],
-            "timeline": has_timeline(run),
+            "timeline": any((run / "traces").glob("timeline-step-*.json")),
         }
         new = {key: value for key, value in now.items() if value != last.get(key)}
         last = now
@@ -95,19 +95,14 @@ def watched(state: State, run: Path) -> Iterator[Any]:
 
 
 def about(run: Path) -> dict[str, Any]:
-    """What does not change: {recipe, layout, command, resume, timeline: True if one was measured}."""
+    """What does not change: {recipe, layout, command, resume}."""
     path = run / "recipe.toml"
     return {
         "recipe": printable(read_text(path, MOST_BYTES)),
         "layout": watch.layout_of(run),
         "command": command(["train", str(path)]),
         "resume": command(["train", str(run), "--resume"]),
-        "timeline": has_timeline(run),
     }
-
-
-def has_timeline(run: Path) -> bool:
-    return any((run / "traces").glob("timeline-step-*.json"))
 
 
 def timeline(run: Path) -> dict[str, Any]:

@@ -23,20 +23,23 @@ export const get = (path, params) => answer(fetch(address(path, params)));
 export const post = (path, body = {}) =>
   answer(fetch(address(path), { method: "POST", body: body instanceof Blob ? body : JSON.stringify(body) }));
 
-/** Calls onMessage(value) for each event, {error} among them. path may be [path, params]. Returns a function that ends it.
+/** Calls onMessage(value) for each event, and tells of errors. path may be [path, params]. Returns a function that ends it.
  * A server that does not answer is told of once; the browser asks again by itself. A browser has six connections to a
- * server, so a hidden page leaves its stream, unless `hidden`, and asks anew when it is seen again. */
-export function events(path, onMessage, hidden = false) {
+ * server, so a hidden page leaves its stream and asks anew when it is seen again. own: it does not, and gets errors. */
+export function events(path, onMessage, own = false) {
   let source = null, told = false;
   const close = () => { source?.close(); source = null; };
   function open() {
     source = new EventSource(address(...[path].flat()));
     source.onopen = () => { told = false; };
     source.onerror = () => { if (!told) tell(SILENT, true); told = true; };
-    source.onmessage = (event) => onMessage(JSON.parse(event.data));
+    source.onmessage = (event) => {
+      const found = JSON.parse(event.data);
+      if (found.error && !own) tell(found.error, true); else onMessage(found);
+    };
     source.addEventListener("end", end);
   }
-  const turn = () => { if (document.hidden && !hidden) close(); else if (!source) open(); };
+  const turn = () => { if (document.hidden && !own) close(); else if (!source) open(); };
   function end() {
     close();
     document.removeEventListener("visibilitychange", turn);

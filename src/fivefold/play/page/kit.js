@@ -87,6 +87,10 @@ export const lines = (area) => area.value.split("\n").map((line) => line.trim())
 /** A field with its label. */
 export const field = (words, input, note) => el("label", { class: "field" }, el("span", {}, words), input, note && el("small", {}, note));
 
+/** A figure with its title, for a list of the class `figures`. */
+export const figure = (title, value, note, main) =>
+  el("div", { class: main && "main" }, el("dt", {}, title), el("dd", {}, value, note && el("small", {}, note)));
+
 /** Four digits and a letter: 13.82M, 1,234, 0.123. */
 export function short(value) {
   if (value == null || !Number.isFinite(value)) return "–";

@@ -1,6 +1,6 @@
 // The part "Machine": sliders of a model and of one or more machines, and what the planner says where they stand. All
 // figures and pictures are the server's; a page that opens offline has answers that were recorded (recorded.py).
-import { button, copyable, el, field, keep, picture, recipes, table } from "./kit.js";
+import { button, copyable, el, field, figure, keep, picture, recipes, table } from "./kit.js";
 
 const SECOND = { cluster: "h100:64" };
 const MOST_PROVEN = 8; // ranks that a proof on this machine has, at most
@@ -106,8 +106,7 @@ function machine(api, position, known, remove) {
     }
     root.classList.toggle("over", fits === false);
     root.classList.toggle("empty", !box.firstChild);
-    figures.replaceChildren(...facts.map(([name, text, note]) =>
-      el("div", {}, el("dt", {}, name), el("dd", {}, text, el("small", {}, note)))));
+    figures.replaceChildren(...facts.map((one) => figure(...one)));
     const { problem: words, nearest, measure } = answer;
     keep(wrong, words ? [answer] : [], () => JSON.stringify([words, nearest, measure, !answer.position]), problem);
     shown.replaceChildren(...[

@@ -24,7 +24,6 @@ export async function show(root, api) {
   const state = el("p", { class: "lead", role: "status" }), text = el("pre", { tabindex: 0 }), proof = el("div");
   result.append(state, text, proof);
   return api.events(["prove/watch", { name }], (found) => {
-    if (found.error) return tell(found.error, true);
     const { report, said } = found;
     const words = report ? `${report.layout} ${report.passed ? "computes" : "does NOT compute"} the same as one process.` : IS[found.is];
     if (state.textContent !== words) state.textContent = words;

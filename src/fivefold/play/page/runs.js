@@ -104,7 +104,6 @@ export async function show(root, api) {
 
   let drawing = 0;
   const end = api.events("runs/rows", (found) => {
-    if (found.error) return tell(found.error, true);
     if (found.names) {
       const again = titles, first = found.sweeps.includes(api.place[0]) ? () => sweep(api.place[0]) : compare;
       titles = found.figures;

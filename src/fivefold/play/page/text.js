@@ -1,5 +1,5 @@
 // Text: what a source holds, a sample of it, the time that training on it takes, and files that are dropped.
-import { button, el, field, short, tell, time } from "./kit.js";
+import { button, el, field, figure, short, tell, time } from "./kit.js";
 
 const KINDS = ".txt,.md,.jsonl,.parquet,.csv";
 
@@ -29,7 +29,6 @@ export async function show(root, api) {
   view.replaceChildren(el("p", { class: "none" }, "Reads and counts..."));
   try {
     const found = await api.get("text/about", { source: source.value });
-    const figure = (title, value, note) => el("div", {}, el("dt", {}, title), el("dd", {}, value, el("small", {}, note)));
     view.replaceChildren(el("dl", { class: "figures" }, figure("Files", short(found.files), ""), figure("Documents", short(found.documents), ""),
       figure("Tokens", short(found.tokens), "training and validation"), figure("One pass here", time(found.seconds), found.why)),
     button("Train on this", () => api.go("train", "new", JSON.stringify({ recipe: "quickstart", sets: found.set, layout: "" })), { class: "main" }),

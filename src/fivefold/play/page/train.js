@@ -1,5 +1,5 @@
 // Train and watch: a form that starts a run, the job list, and one run as it trains.
-import { button, bytes, copyable, el, field, fields, keep, lines, picture, recipes, short, table, tell, time, trs } from "./kit.js";
+import { button, bytes, copyable, el, field, fields, figure, keep, lines, picture, recipes, short, table, tell, time, trs } from "./kit.js";
 import { curves, smoother, spans } from "./curves.js";
 
 const KINDS = { training: "training", stopped: "stopped", complete: "complete", new: "not started yet" };
@@ -32,7 +32,6 @@ export async function show(root, api) {
   }
 
   const end = api.events("train/jobs", (found) => {
-    if (found.error) return tell(found.error, true);
     const names = found.runs.map((run) => run.name);
     chosen ??= (found.runs.find((run) => run.kind === "training") || found.runs[0])?.name;
     if (!known && !given) details.open = !names.length && !chosen;
@@ -80,7 +79,7 @@ async function starter(api, started, given) {
 /** One run, as it trains. Returns a function that ends it. */
 function watch(root, api, name) {
   const steps = [], columns = {}, validation = { step: [], val_loss: [] }, samples = [], alarms = [];
-  let about = {}, condition = {}, planned = {}, ranks = [], restarts = [], said = "", weight = 0.9, below = "tokens_per_s", plots = null;
+  let about = {}, condition = {}, planned = {}, ranks = [], restarts = [], said = "", measured = false, weight = 0.9, below = "tokens_per_s", plots = null;
   const words = el("p", { class: "lead" }), spoken = el("p", { class: "sr", role: "status" }), buttons = el("div", { class: "row" });
   const figures = el("dl", { class: "figures" }), wrong = el("div"), failed = el("pre", { class: "alarm", tabindex: 0, hidden: true });
   const loss = el("div", { class: "plot-here" }), other = el("div", { class: "plot-here" }), time_ = el("div"), own = el("div");
@@ -111,22 +110,13 @@ function watch(root, api, name) {
   second();
 
   const val = [], mean = smoother(), other_mean = smoother();
-  function place(step) {  // of a step, which are in order
-    let low = 0, high = steps.length - 1;
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (steps[middle] < step) low = middle + 1; else high = middle;
-    }
-    return steps[low] === step ? low : -1;
-  }
-
-  let drawn = 0;
+  let drawn = 0, at = 0;
   function draw(again) {
-    if (again) [val.length, drawn] = [0, 0];
+    if (again) val.length = drawn = at = 0;
     while (val.length < steps.length) val.push(null);
     for (; drawn < validation.step.length && validation.step[drawn] <= steps.at(-1); drawn++) {
-      const at = place(validation.step[drawn]);
-      if (at >= 0) val[at] = validation.val_loss[drawn];
+      while (steps[at] < validation.step[drawn]) at++; // both are in order
+      if (steps[at] === validation.step[drawn]) val[at] = validation.val_loss[drawn];
     }
     plots[0].set([steps, columns.loss || [], mean(columns.loss || [], weight, again), val]);
     setTimeout(() => plots[1].set([steps, columns[below] || [], other_mean(columns[below] || [], weight, again)]));
@@ -136,7 +126,6 @@ function watch(root, api, name) {
     const known = (values || []).slice(-count).filter((v) => v != null);
     return known.length ? known.reduce((a, b) => a + b, 0) / known.length : null;
   };
-  const card = (title, value, note, main) => el("div", { class: main && "main" }, el("dt", {}, title), el("dd", {}, value, note && el("small", {}, note)));
 
   function head() {
     words.textContent = state(condition);
@@ -145,13 +134,13 @@ function watch(root, api, name) {
     const share = (v) => (v == null ? "–" : `${(100 * v).toPrecision(3)}%`);
     const val = validation.val_loss[validation.val_loss.length - 1];
     figures.replaceChildren(
-      card("Train loss", last(columns.loss)?.toFixed(3) ?? "–", "mean of 20 steps", true),
-      card("Validation loss", val?.toFixed(3) ?? "–", validation.step.length ? `step ${validation.step.at(-1).toLocaleString("en")}` : ""),
-      card("Tokens per second", short(last(columns.tokens_per_s)), plan("tokens_per_s", short)),
-      card("MFU", share(last(columns.mfu)), plan("mfu", share)),
-      card("Step", time(each), plan("step_s", time)),
-      card("Left", condition.kind === "training" && left ? time(left * each) : "–", left ? `${left.toLocaleString("en")} steps` : ""),
-      card("Peak memory", bytes(columns.peak_memory_bytes?.at(-1)), plan("memory", (v) => `${bytes(v)} of tensors`)));
+      figure("Train loss", last(columns.loss)?.toFixed(3) ?? "–", "mean of 20 steps", true),
+      figure("Validation loss", val?.toFixed(3) ?? "–", validation.step.length ? `step ${validation.step.at(-1).toLocaleString("en")}` : ""),
+      figure("Tokens per second", short(last(columns.tokens_per_s)), plan("tokens_per_s", short)),
+      figure("MFU", share(last(columns.mfu)), plan("mfu", share)),
+      figure("Step", time(each), plan("step_s", time)),
+      figure("Left", condition.kind === "training" && left ? time(left * each) : "–", left ? `${left.toLocaleString("en")} steps` : ""),
+      figure("Peak memory", bytes(columns.peak_memory_bytes?.at(-1)), plan("memory", (v) => `${bytes(v)} of tensors`)));
     const alarm = (text) => el("p", { class: "alarm", role: "alert" }, text), same = (text) => text;
     keep(wrong, [...alarms.slice(-5).map(([step, text]) => `Step ${step.toLocaleString("en")}: ${text}`),
       ...restarts.map((text) => `Restarted ${text}`)], same, alarm);
@@ -183,7 +172,7 @@ function watch(root, api, name) {
   }
 
   async function timeline() {
-    if (about.timeline) {
+    if (measured) {
       const found = await api.get("train/timeline", { run: name });
       return time_.firstChild.replaceChildren(picture(found.picture, "Timeline of a step"));
     }
@@ -193,9 +182,9 @@ function watch(root, api, name) {
 
   async function load() {
     about = await api.get("train/about", { run: name });
-    const able = about.timeline || condition.kind !== "complete";
-    keep(time_, [[condition.kind, about.timeline]], String, () => el("div", {}, able
-      ? button(about.timeline ? "Show, measured and planned" : "Measure one", timeline)
+    const able = measured || condition.kind !== "complete";
+    keep(time_, [[condition.kind, measured]], String, () => el("div", {}, able
+      ? button(measured ? "Show, measured and planned" : "Measure one", timeline)
       : el("p", { class: "none" }, "No step of this run was measured.")));
     keep(own, [about], JSON.stringify, () => section("The same in the terminal", copyable(about.command, "Repeat the run"),
       copyable(about.resume, "Resume it"), el("details", {}, el("summary", {}, "Recipe"), copyable(about.recipe, "recipe.toml"))));
@@ -227,8 +216,7 @@ function watch(root, api, name) {
 
   let before = "";
   const end = api.events(["train/watch", { run: name }], (found) => {
-    if (found.error) return tell(found.error, true);
-    ({ condition = condition, planned = planned, ranks = ranks, restarts = restarts, said = said } = found);
+    ({ condition = condition, planned = planned, ranks = ranks, restarts = restarts, said = said, timeline: measured = measured } = found);
     if (found.columns) take(found);
     head();
     if (condition.kind !== before) spoken.textContent = KINDS[condition.kind];
