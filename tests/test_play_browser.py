@@ -215,6 +215,10 @@ def test_the_keyboard_reaches_all(browser: Browser, play: Play, folder: Path) ->
     wanted = {"A Skip to the content", "A Train", "A Runs", "SUMMARY Start a run", "BUTTON Train again", "INPUT range",
               "INPUT checkbox", "BUTTON Copy", "SUMMARY Recipe"}  # fmt: skip
     assert wanted <= reached, wanted - reached
+    assert (
+        browser.evaluate("document.querySelector('[aria-label=\"Another layout\"]').checkVisibility()")
+        is False
+    )
     show(browser, play, "train")
     until(browser, "document.querySelectorAll('#tabs a').length >= 2")
     place = "[...document.querySelectorAll('#tabs a')].findIndex((one) => one.textContent === 'Runs')"

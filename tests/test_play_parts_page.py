@@ -133,6 +133,8 @@ def test_talk(browser: Browser, play: Play) -> None:
     page.give("Run", "base")
     page.wait(f"{READY} && document.querySelector('button.main').textContent === 'Continue'")
     assert "this is a base model" in page.text(".lead")
+    system = "document.querySelector('[placeholder=\"Answer in one sentence.\"]').checkVisibility()"
+    assert not page.all(system)
     page.give("Text to continue", HOSTILE)
     page.give("Tokens", 12)
     page.press("Continue")
@@ -158,6 +160,7 @@ def test_talk(browser: Browser, play: Play) -> None:
     page.check()
     page.give("Run", "plain")
     page.wait(f"{READY} && document.querySelector('button.main').textContent === 'Send'")
+    assert page.all(system)
     page.give("Tokens", 5)
     for number in (1, 2):
         page.give("Message", f"{number} {HOSTILE}")

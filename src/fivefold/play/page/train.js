@@ -80,7 +80,7 @@ async function starter(api, started, given) {
 function watch(root, api, name) {
   const steps = [], columns = {}, validation = { step: [], val_loss: [] }, samples = [], alarms = [];
   let about = {}, condition = {}, planned = {}, ranks = [], restarts = [], said = "", measured = false, weight = 0.9, below = "tokens_per_s", plots = null;
-  const words = el("p", { class: "lead" }), spoken = el("p", { class: "sr", role: "status" }), buttons = el("div", { class: "row" });
+  const words = el("p", { class: "lead" }), spoken = el("p", { class: "sr", role: "status" }), buttons = el("div", { class: "row", hidden: true });
   const figures = el("dl", { class: "figures" }), wrong = el("div"), failed = el("pre", { class: "alarm", tabindex: 0, hidden: true });
   const loss = el("div", { class: "plot-here" }), other = el("div", { class: "plot-here" }), time_ = el("div"), own = el("div");
   const latest = el("div"), before_ = el("div"), earlier = el("details", { hidden: true }, el("summary", {}, "Earlier samples"), before_);
@@ -166,7 +166,7 @@ function watch(root, api, name) {
     button("Train again", async () => api.go("train", (await api.post("train/start", { recipe: name })).run)));
   function act() {
     const focus = document.activeElement, going = condition.kind === "training", complete = condition.kind === "complete";
-    [pause.hidden, resume.hidden, layout.hidden, change.hidden] = [!going, going || complete, complete, complete];
+    [buttons.hidden, pause.hidden, resume.hidden, layout.hidden, change.hidden] = [false, !going, going || complete, complete, complete];
     layout.placeholder = about.layout || "dp=2";
     if (buttons.contains(focus) && focus.hidden) buttons.querySelector("button:not([hidden])").focus();
   }
