@@ -14,7 +14,8 @@ from operator import itemgetter
 from typing import Any
 
 from fivefold.plan.predict import Plan, held, price
-from fivefold.plan.search.bound import Bounds, LeastBytes
+from fivefold.plan.search.bound import Bounds
+from fivefold.plan.search.bound_bytes import LeastBytes
 from fivefold.plan.search.space import Choice, Space
 from fivefold.plan.time.time import step
 from fivefold.sharding.layout import changed
@@ -151,10 +152,13 @@ class Search:
             self.lost += len(self.space.ways_to_share(c.layout))
 
     def _sharings(self, seconds: float, order: Order, c: Choice) -> None:
-        for number, layout in enumerate(self.space.sharings(c.layout)):
-            one = changed(c, layout=layout)
-            if self.bounds.bytes.of(one) <= self.most:
-                self._push(max(seconds, self.bounds.sharing(one)), self._pipeline, (*order, number), one)
+        every = [changed(c, layout=layout) for layout in self.space.sharings(c.layout)]
+        sizes = self._once(order, LeastBytes.each, self.bounds.bytes, every)
+        for number, (one, size) in enumerate(zip(every, sizes, strict=True)):
+            if size <= self.most:
+                place = *order, number
+                more = self._once(place, Bounds.sharing, self.bounds, one)
+                self._push(max(seconds, more), self._pipeline, place, one)
             else:
                 self.lost += 1
 
