@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from marks import only, slow
+from search_speed import cases
 
 from fivefold.errors import UserError
 from fivefold.plan import setting
@@ -20,7 +21,7 @@ from fivefold.plan.cluster.clusters import parse, with_margin
 from fivefold.plan.cluster.devices import MARGIN, Cluster, of_table
 from fivefold.plan.cluster.measured import assumed_table
 from fivefold.plan.predict import FRAGMENTS, Plan, held, limit, predict, price
-from fivefold.plan.search import best_first
+from fivefold.plan.search import best_first, bound_bytes, halves
 from fivefold.plan.search import search as searching
 from fivefold.plan.search.best_first import Search
 from fivefold.plan.search.bound import Bounds
@@ -35,6 +36,9 @@ from fivefold.sharding.sequence import METHODS
 
 PUBLISHED = json.loads(
     (Path(__file__).parents[1] / "benchmarks/results/planner_published.json").read_text(encoding="utf-8")
+)
+RECORDED = json.loads(
+    (Path(__file__).parents[1] / "benchmarks/results/planner_search.json").read_text(encoding="utf-8")
 )
 LLAMA = load("llama-7b", ["train.global_batch_size=512"])
 SMALL = [
@@ -301,6 +305,37 @@ def test_bounds_of_bytes_under_all_schedules(pp: int) -> None:
         assert bounds.bytes.start(shape, space) <= bounds.bytes.shape(shape, space) <= peak + 1, c
 
 
+def test_a_rank_holds_as_much_with_more_microbatches_than_fill_the_pipeline() -> None:
+    space = space_of(load("llama-7b", ["train.global_batch_size=960"], "dp=1"), parse("h100:16"))
+    bounds, seen = bounds_of(space), 0
+    for pp, count in itertools.product((1, 2, 4), (1, 3, 4, 5, 8, 9, 10, 15, 16)):
+        for way in space.schedules(Layout(pp=pp)):
+            c = Choice(replace(Layout(pp=pp, dp_replicate=16 // pp), **way), 1, count, "bf16")
+            for at in bounds.shared.positions(c.layout):
+                assert bounds.bytes.held(c, at) == bound_bytes.held(c, at), c
+                seen += 1
+    assert seen > 1000
+
+
+def test_searches_find_what_was_recorded() -> None:
+    _found_as_recorded("llama 7B", "llama 7B, batch of 16384")
+
+
+@pytest.mark.slow
+def test_long_searches_find_what_was_recorded() -> None:
+    _found_as_recorded(*(name for name in cases() if not name.startswith("llama 7B")))
+
+
+def _found_as_recorded(*names: str) -> None:
+    """The best plans are those of benchmarks/results/planner_search.json."""
+    recorded = {one["model"]: one for one in RECORDED}
+    for name in names:
+        recipe, cluster = cases()[name]
+        best = search(recipe, parse(cluster)).plans[0]
+        layout = f"{to_text(best.layout)} with microbatches of {best.setting.sizes.B}"
+        assert (layout, round(best.mfu, 4)) == (recorded[name]["best"], recorded[name]["mfu"])
+
+
 @every_case
 @pytest.mark.parametrize("program", [setting.FIVEFOLD, setting.FIVEFOLD_CPU], ids=["gpu", "cpu"])
 def test_no_bound_of_bytes_exceeds_the_formula(case: str, program: setting.Software) -> None:
@@ -333,8 +368,8 @@ def test_the_search_finds_the_best_of_all(case: str, share: float) -> None:
     assert all(plan.peak_bytes <= most for plan in found)
 
 
-def test_two_processes_find_what_one_finds() -> None:
-    """Also after a search that nobody took to its end; and they end with whoever asked them."""
+def test_two_processes_find_what_one_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a search that nobody took to its end, or that one began; and they end with whoever asked them."""
     space, bounds, all_of_them = priced("llama")
     most = sorted(plan.peak_bytes for _, plan in all_of_them)[len(all_of_them) // 2]
     before = set(active_children())
@@ -346,6 +381,14 @@ def test_two_processes_find_what_one_finds() -> None:
         assert [plan.step.seconds for plan in found] == [plan.step.seconds for plan in wanted]
     assert {choice_of(plan) for plan in found} == {choice_of(plan) for plan in wanted}
     assert one.lost == two.lost > 0
+    for name, value in (("LONG", 9), ("cores", lambda: 2)):
+        monkeypatch.setattr(halves, name, value)
+    monkeypatch.setattr(halves.threading, "active_count", lambda: 1)
+    late = Halves(space, bounds)
+    assert {choice_of(plan) for plan in late.plans(most)} == {choice_of(plan) for plan in wanted}
+    assert late.lost == one.lost
+    assert len(set(active_children()) - before - processes) == 2, "it took long"
+    del late
     fastest = two.glimpse(most, math.inf)
     assert fastest is not None
     assert fastest.step.seconds == wanted[0].step.seconds

@@ -32,13 +32,13 @@ Refine = Callable[[float, Order, Any], None]
 
 class Search:
     """A search for plans with at most `most` bytes and less than `below` seconds. part: of the families. lost: layouts
-    that do not fit."""
+    that do not fit. looked: refined entries."""
 
     def __init__(
         self, space: Space, bounds: Bounds, most: float, below: float = math.inf, part: slice = WHOLE
     ):
         self.space, self.bounds, self.most, self.below, self.part = space, bounds, most, below, part
-        self.lost = self.tried = 0
+        self.lost = self.tried = self.looked = 0
         # (bound, peak, order, how it is refined, what it is); None: it is a full prediction
         self._heap: list[tuple[float, float, Order, Refine | None, Any]] = []
         self._known = bounds.known.setdefault(space, {})
@@ -86,6 +86,7 @@ class Search:
     def _refine(self) -> Plan | None:
         """Refines the entry with the lowest bound. Returns it if it is a full prediction."""
         seconds, _, order, refine, what = heapq.heappop(self._heap)
+        self.looked += 1
         if refine is None:
             return what
         refine(seconds, order, what)

@@ -1,5 +1,5 @@
-"""Lower bounds of a layout's seconds, found in microseconds. With them, and those of its bytes (`bound_bytes.py`), a
-search leaves out layouts that cannot win without pricing them. No bound may exceed the prediction of `predict.price`."""
+"""Lower bounds of a layout's seconds, found in microseconds. With them and those of bytes (`bound_bytes.py`) a search
+leaves out layouts that cannot win without pricing them. No bound may exceed the prediction of `predict.price`."""
 
 from __future__ import annotations
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fivefold.plan.memory import memory, model_states
-from fivefold.plan.memory.memory import MicrobatchBytes
+from fivefold.plan.memory.memory import MicrobatchBytes, Tail
 from fivefold.plan.memory.model_states import Buffers
 from fivefold.plan.search.shared import MANY, Key, Position, Share, SharedCosts
 from fivefold.plan.search.space import Choice, Space
-from fivefold.schedules.pipeline import FILLING, holds_again, most_live
+from fivefold.schedules.pipeline import FILLING, holds_again, holds_all, most_live
 from fivefold.sharding.layout import changed
 from fivefold.sharding.parts import ends_of, stages_of
 
@@ -28,6 +28,7 @@ class LeastBytes:
         self._positions: dict[Key, tuple[Held, ...]] = {}
         self._fewest: dict[Key, list[tuple[Held, ...]]] = {}
         self._firsts: dict[Key, Held] = {}
+        self._ranks: dict[Key, Held] = {}
         self._any: dict[Key, list[list[Held]]] = {}
         self._states: dict[Key, dict[Key, tuple[float, float, Buffers]]] = {}
 
@@ -66,7 +67,7 @@ class LeastBytes:
         key = (x.pp, c.count, x.tp > 1, x.cp > 1, x.ep > 1)
         if key not in self._firsts:
             ways = [changed(c, layout=changed(x, **way)) for way in space.schedules(x)]
-            held = [_held(one, self.shared.positions(one.layout)[0]) for one in ways]
+            held = [self.held(one, self.shared.positions(one.layout)[0]) for one in ways]
             self._firsts[key] = _smallest(held)
         return self._firsts[key]
 
@@ -111,22 +112,43 @@ class LeastBytes:
         besides, last = besides if buffers else NONE, bool(rank.part.last)
         # gradients of several stages need not exist at once, nor any of them when most is live
         fullest, behind = late * (not rank.settles), late * rank.several
-        most = states - fullest + sum(memory.at_peak(size, besides, kept, each, last))
+        tails = (self._tail(size, rank),)
+        most = states - fullest + sum(memory.at_peak(size, besides, kept, each, last, tails=tails))
         if behind < fullest:
-            most = max(most, states - behind + sum(memory.at_peak(size, besides, 0.0, each, last)))
+            most = max(
+                most, states - behind + sum(memory.at_peak(size, besides, 0.0, each, last, tails=tails))
+            )
         return most
+
+    def _tail(self, size: MicrobatchBytes, rank: Held) -> Tail:
+        """The backward of a rank's last block, which may be of either kind if the rank has both."""
+        kept, kind = max(size.plain, size.mixed), self.shared.second[-1]
+        own, other = (size.again, size.inside), (size.other_again, size.other_inside)
+        if not rank.part.plain + rank.part.mixed:
+            return Tail(0.0, kept, 0.0, 0.0)
+        if rank.alike:
+            return Tail(0.0, kept, *(own if rank.part[kind] else other))
+        return Tail(0.0, kept, min(own[0], other[0]), min(own[1], other[1]))
 
     def _fullest(self, c: Choice) -> tuple[Held, ...]:
         """What three pipeline positions hold: the first, the one with most blocks times live microbatches, the one with
         most blocks."""
         x = c.layout
-        key = (x.pp, x.schedule, x.virtual_stages, x.bare_ends, c.count)
+        key = (x.pp, x.schedule, x.virtual_stages, x.bare_ends, _filling(c))
         if key not in self._positions:
-            every = [_held(c, at) for at in self.shared.positions(x)]
+            every = [self.held(c, at) for at in self.shared.positions(x)]
             most = max(every, key=lambda one: one.live.plain + one.live.mixed)
             blocks = max(every, key=lambda one: one.part.plain + one.part.mixed)
             self._positions[key] = (*dict.fromkeys((every[0], most, blocks)),)
         return self._positions[key]
+
+    def held(self, c: Choice, at: Position) -> Held:
+        """What a pipeline rank holds."""
+        x, count = c.layout, _filling(c)
+        key = (x.pp, x.schedule, x.virtual_stages, x.bare_ends, count, at.number)
+        if key not in self._ranks:
+            self._ranks[key] = held(changed(c, count=count), at)
+        return self._ranks[key]
 
     def _ways(self, c: Choice, space: Space) -> list[tuple[Held, ...]]:
         """The same under every schedule of a shape that does not hold more of everything than another one."""
@@ -163,13 +185,15 @@ class Live(NamedTuple):
 
 class Held(NamedTuple):
     """What a pipeline rank holds when it holds most. part: of the model. settles: it holds as much again and again,
-    also when the gradients of all its stages add up. several: it has several stages. once: of one microbatch."""
+    also when the gradients of all its stages add up. several: it has several stages. once: of one microbatch. alike:
+    all its blocks are of one kind."""
 
     part: Share
     live: Live
     settles: bool
     several: bool
     once: bool
+    alike: bool
 
     def times(self, B: int) -> Held:
         """With B times as many live sequences: where a rank computes the loss, it holds the end of one sequence in any
@@ -179,7 +203,7 @@ class Held(NamedTuple):
 
     def amounts(self) -> tuple[float, ...]:
         """By which a rank's bytes grow."""
-        more = (self.live.end - self.part.last, self.settles, not self.several)
+        more = (self.live.end - self.part.last, self.settles, not self.several, self.alike)
         return *self.part, *self.live, *more
 
     def under(self, other: Held) -> bool:
@@ -194,10 +218,11 @@ def _smallest(ranks: Sequence[Held]) -> Held:
     """The least of each that ranks hold."""
     part = Share(*map(min, zip(*(rank.part for rank in ranks), strict=True)))
     live = Live(*map(min, zip(*(rank.live for rank in ranks), strict=True)))
-    return Held(part, live, False, True, ranks[0].once)
+    kinds = {(bool(rank.part.plain), bool(rank.part.mixed)) for rank in ranks}
+    return Held(part, live, False, True, ranks[0].once, ranks[0].alike and len(kinds) == 1)
 
 
-def _held(c: Choice, at: Position) -> Held:
+def held(c: Choice, at: Position) -> Held:
     x, counts = c.layout, ((1,), (0,))
     if x.pp > 1:
         counts = most_live(x.schedule, at.number, x.pp, c.count, x.stages_per_rank)
@@ -212,7 +237,16 @@ def _held(c: Choice, at: Position) -> Held:
         live[3] < at.part.last
     ):  # `memory.at_peak` subtracts the end of one, but a second copy of the model may have none
         live = [0] * len(live)
-    return Held(at.part, Live(*live), _settles(c, at.number), len(at.stages) > 1, c.count == 1)
+    alike = bool(at.part.plain) != bool(at.part.mixed)
+    return Held(at.part, Live(*live), _settles(c, at.number), len(at.stages) > 1, c.count == 1, alike)
+
+
+def _filling(c: Choice) -> int:
+    """Fewer microbatches with which every rank holds as much, if there are fewer."""
+    x, few = c.layout, FILLING * c.layout.pp
+    if c.count < few or (x.pp > 1 and holds_all(x.schedule, x.pp, x.stages_per_rank)):
+        return c.count
+    return few + (c.count % x.pp > 0)
 
 
 def _settles(c: Choice, rank: int) -> bool:

@@ -1,4 +1,4 @@
-"""The searches of a space, in one process or, if the space is large, in two, each of which searches half of it."""
+"""The searches of a space, in one process or, if they take long, in two, each of which searches half of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fivefold.plan.search.best_first import WHOLE, Search
 from fivefold.plan.search.bound import Bounds
 from fivefold.plan.search.space import Choice, Space
 
-LARGE = 10**7  # layouts; with fewer, two processes save less than two seconds
+LONG = 2**13  # entries of a search; one process looks at them in about a second
 HALVES = 2
 
 
@@ -35,29 +35,33 @@ class Asked(NamedTuple):
 
 class Told(NamedTuple):
     """What a search has found. plan: of so many seconds; None: those to come take at least as many. lost: layouts
-    that do not fit, so far."""
+    that do not fit, so far. looked: entries that it has refined."""
 
     seconds: float
     lost: int
     plan: Plan | Choice | None
+    looked: int = 0
 
 
 class Halves:
     """Searches of a space, with caches that they share. lost: layouts that do not fit, of those that the last of them
     looked at.
 
-    Two processes take them where the system copies a process safely: on Linux, without other threads here.
+    Two processes take them where the system copies a process safely: on Linux, without other threads here. They begin
+    with all bounds that are known. two: at once; None: once the first search has taken long.
     """
 
     def __init__(self, space: Space, bounds: Bounds, two: bool | None = None):
         self.space, self.bounds, self.lost, self._pipes = space, bounds, 0, list[Connection]()
-        if two is None:
-            safe = sys.platform == "linux" and threading.active_count() == 1
-            two = safe and cores() >= HALVES and space.size > LARGE
+        self._one = two is False or cores() < HALVES or sys.platform != "linux"
+        if two:
+            self._divide()
+
+    def _divide(self) -> None:
         fork = get_context("fork")
-        for number in range(HALVES if two else 0):
+        for number in range(HALVES):
             here, there = fork.Pipe()
-            args = there, space, bounds, slice(number, None, HALVES)
+            args = there, self.space, self.bounds, slice(number, None, HALVES)
             process = fork.Process(target=_serve, args=args, daemon=True)
             process.start()
             there.close()
@@ -68,7 +72,7 @@ class Halves:
         """Every plan that takes at most so many bytes, fastest first."""
         answers = self._answers(Asked(most, math.inf, True, False))
         heads = [next(answer) for answer in answers]
-        lost = [0] * len(heads)
+        lost, found = [0] * len(heads), False
         while True:
             seconds, number = min((head.seconds, number) for number, head in enumerate(heads))
             head = heads[number]
@@ -77,7 +81,14 @@ class Halves:
             if seconds == math.inf:
                 return
             if head.plan:
+                found = True
                 yield self._priced(head.plan)
+            elif head.looked > LONG and not (
+                found or self._one or self._pipes or threading.active_count() > 1
+            ):
+                self._divide()
+                yield from self.plans(most)
+                return
             heads[number] = next(answers[number])
 
     def glimpse(self, most: float, below: float, indivisible: bool = False) -> Plan | None:
@@ -109,7 +120,7 @@ def _search(space: Space, bounds: Bounds, asked: Asked, part: slice) -> Iterator
         space = replace(space, indivisible=True)
     run = Search(space, bounds, asked.most, asked.below, part)
     if asked.every:
-        yield from (Told(seconds, run.lost, plan) for seconds, plan in run.progress())
+        yield from (Told(seconds, run.lost, plan, run.looked) for seconds, plan in run.progress())
     plan = None if asked.every else run.glimpse()
     yield Told(math.inf, run.lost, plan)
 
