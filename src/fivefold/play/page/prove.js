@@ -18,7 +18,7 @@ export async function show(root, api) {
         const words = layout.value.trim(), sets = lines(set);
         const made = await api.post("prove/start", { recipe: recipe.value, layout: words, set: sets, mode: mode.value, steps: Number(steps.value) });
         tell(made.command);
-        api.go("prove", words, recipe.value, made.name, ...sets);
+        if (root.isConnected) api.go("prove", words, recipe.value, made.name, ...sets);
       }, { class: "main" }), button("Stop", () => api.post("prove/stop"))), field("Recipe fields, one per line", set), result), stepper(api, collectives));
   if (!name) return null;
   const state = el("p", { class: "lead", role: "status" }), text = el("pre", { tabindex: 0 }), proof = el("div");

@@ -22,7 +22,7 @@ export async function show(root, api) {
   const empty = el("p", { class: "lead", hidden: true }, "Nothing has been trained here yet. Train a small model on this machine: ",
     "its loss shows in seconds, its first sentences in a minute or two.");
   runs.append(el("div", { class: "row" }, select), empty, details, list);
-  starter(api, (run) => api.go("train", run), given).then((form) => details.append(form)).catch((error) => tell(error.message, true));
+  starter(api, (run) => root.isConnected && api.go("train", run), given).then((form) => details.append(form)).catch((error) => tell(error.message, true));
 
   function choose(name) {
     leave?.();
