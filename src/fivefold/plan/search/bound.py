@@ -104,12 +104,12 @@ class Bounds:
         return self._starts[space, number]
 
     def least(self, space: Space) -> float:
-        """Seconds of all layouts of a space, or less."""
+        """Seconds of all layouts of a space, or less; 0 if there are none."""
         found = math.inf
         for seconds, number in sorted((self.family(space, n), n) for n in range(len(space.families))):
             if seconds < found:
                 found = min(found, *(start for start, _, _ in self.starts(space, number)))
-        return found
+        return found if space.families else 0.0
 
     def fastest(self, choices: Sequence[Choice], space: Space) -> Iterator[Choice]:
         """Those with the least `shape` first."""

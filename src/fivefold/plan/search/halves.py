@@ -35,12 +35,13 @@ class Asked(NamedTuple):
 
 class Told(NamedTuple):
     """What a search has found. plan: of so many seconds; None: those to come take at least as many. lost: layouts
-    that do not fit, so far. looked: entries that it has refined."""
+    that do not fit, so far. looked: entries that it has refined. peak: bytes of the plan."""
 
     seconds: float
     lost: int
     plan: Plan | Choice | None
     looked: int = 0
+    peak: float = 0.0
 
 
 class Halves:
@@ -74,7 +75,7 @@ class Halves:
         heads = [next(answer) for answer in answers]
         lost, found = [0] * len(heads), False
         while True:
-            seconds, number = min((head.seconds, number) for number, head in enumerate(heads))
+            seconds, _, number = min((head.seconds, head.peak, number) for number, head in enumerate(heads))
             head = heads[number]
             lost[number] = head.lost
             self.lost = sum(lost)
@@ -86,6 +87,7 @@ class Halves:
             elif head.looked > LONG and not (
                 found or self._one or self._pipes or threading.active_count() > 1
             ):
+                answers.clear()  # with what it has in memory
                 self._divide()
                 yield from self.plans(most)
                 return
@@ -120,7 +122,8 @@ def _search(space: Space, bounds: Bounds, asked: Asked, part: slice) -> Iterator
         space = replace(space, indivisible=True)
     run = Search(space, bounds, asked.most, asked.below, part)
     if asked.every:
-        yield from (Told(seconds, run.lost, plan, run.looked) for seconds, plan in run.progress())
+        for seconds, plan in run.progress():
+            yield Told(seconds, run.lost, plan, run.looked, plan.peak_bytes if plan else 0.0)
     plan = None if asked.every else run.glimpse()
     yield Told(math.inf, run.lost, plan)
 
