@@ -1,5 +1,4 @@
-"""What each technique of the recipe `speedrun` is worth: with all of them and without each, and with each of those that
-it leaves out, in pairs of one seed.
+"""What each technique of the recipe `speedrun` is worth: with all of them and without each, in pairs of one seed.
 
     python benchmarks/speedrun.py --train [--seeds 5] [--minutes 60] [--only muon,skips] [--steps 400]
     python benchmarks/speedrun.py --time            (alone on the machine)
@@ -34,7 +33,9 @@ from quickstart_quality import test_files
 RESULTS = Path(__file__).parent / "results" / "speedrun.json"
 PROGRAM = [sys.executable, "-c", "from fivefold.cli.main import main; main()"]
 WHOLE, GOAL, STEPS, GOAL_STEPS = "speedrun", "quickstart", 400, 600
+FULL = ["model.sliding_window=0", "model.window_ramp="]
 WITHOUT = {
+    "windows": [],
     "muon": ["optim.name=adamw", "optim.lr=2.5e-3"],
     "squared_relu": ["model.squared_relu=false"],
     "value_embeddings": ["model.value_embeddings=false"],
@@ -43,13 +44,12 @@ WITHOUT = {
     "tied": ["model.tie_embeddings=false"],
     "long_decay": ["optim.decay_fraction=0.2"],
 }
-"""The techniques, and the recipe without each."""
+"""The techniques, and the recipe without each. Windows came last: all parts but theirs were measured without them.
+(QK-clip is none: norms limit its scores.)"""
 WITHOUT["all_but_muon"] = [
     one for name, sets in WITHOUT.items() if name not in ("muon", "tied") for one in sets
 ]
-ADDED = {"windows": ["model.sliding_window=128", "model.window_ramp=32:100+64:100"]}
-"""Techniques that the recipe leaves out, and the recipe with each. (QK-clip is none: norms limit its scores.)"""
-FORMS = WITHOUT | ADDED
+FORMS = {name: [*sets, *FULL] for name, sets in WITHOUT.items()}
 
 
 def main() -> None:
@@ -69,6 +69,9 @@ def main() -> None:
         train(found, args)
     if args.time:
         found["step_s"] = timed()
+        save(found, args.out)
+    if found["step_s"]:
+        found["summary"] = summary(found, args.steps)
         save(found, args.out)
     print("\n".join(table(found, args.steps)))
 
@@ -137,32 +140,45 @@ def timed(rounds: int = 3, steps: int = 8) -> dict[str, float]:
     return {form: median(some) for form, some in seconds.items()}
 
 
-def table(found: dict[str, Any], steps: int) -> list[str]:
-    """Steps, losses and seconds of both recipes; a row for each technique, with the differences in pairs."""
+def summary(found: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Both recipes, and each technique: how much longer the test's text is without it, in pairs of one seed."""
     runs = {key_of(run): run for run in found["runs"]}
-    lines = ["| Recipe | Seeds | Steps | Validation loss | Test bits per byte | Seconds |", "|---" * 6 + "|"]
+    made: dict[str, Any] = {"recipes": {}, "techniques": {}}
     for form, length in ((GOAL, GOAL_STEPS), (WHOLE, steps)):
         if rows := [run for key, run in runs.items() if (key[0], key[2]) == (form, length)]:
-            each = found["step_s"].get(form)
-            means = [f"{fmean(row[key] for row in rows):.4f}" for key in ("val_loss", "test_bits_per_byte")]
-            cells = [form, str(len(rows)), str(length), *means, f"{length * each:.0f}" if each else "-"]
-            lines.append(f"| {' | '.join(cells)} |")
-    head = "| Technique | Pairs | Test bits without it, less with it | Standard error | Seconds per step | Helps |"
-    lines += ["", head, "|---" * 6 + "|"]
+            each = found["step_s"].get(form, math.nan)
+            means = {key: fmean(row[key] for row in rows) for key in ("val_loss", "test_bits_per_byte")}
+            made["recipes"][form] = {"seeds": len(rows), "steps": length, **means, "seconds": length * each}
     for form in FORMS:
-        pairs = [
-            (run["test_bits_per_byte"], runs[whole]["test_bits_per_byte"])
+        base = WHOLE if form == "windows" else "windows"
+        gains = [
+            run["test_bits_per_byte"] - runs[whole]["test_bits_per_byte"]
             for key, run in runs.items()
-            if (key[0], key[2]) == (form, steps) and (whole := (WHOLE, *key[1:])) in runs
+            if (key[0], key[2]) == (form, steps) and (whole := (base, *key[1:])) in runs
         ]
-        if pairs:
-            gains = [(whole - other) if form in ADDED else other - whole for other, whole in pairs]
-            error = stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else math.inf
-            each = [found["step_s"].get(one) for one in ((WHOLE, form) if form in ADDED else (form, WHOLE))]
-            cells = [form, str(len(pairs)), f"{fmean(gains):+.4f}", f"{error:.4f}"]
-            cells.append(f"{each[0]:.3f} -> {each[1]:.3f}" if all(each) else "-")
-            verdict = "-" if len(gains) < 2 else "yes" if fmean(gains) > 2 * error else "no"
-            lines.append(f"| {' | '.join([*cells, verdict])} |")
+        if len(gains) > 1:
+            gain, error = fmean(gains), stdev(gains) / math.sqrt(len(gains))
+            step_s = [found["step_s"].get(one, math.nan) for one in (form, base)]
+            made["techniques"][form] = {
+                "pairs": len(gains), "gain": gain, "error": error, "helps": "yes" if gain > 2 * error else "no",
+                "without_s": step_s[0], "with_s": step_s[1],
+            }  # fmt: skip
+    return made
+
+
+def table(found: dict[str, Any], steps: int) -> list[str]:
+    made = summary(found, steps)
+    lines = ["| Recipe | Seeds | Steps | Validation loss | Test bits per byte | Seconds |", "|---" * 6 + "|"]
+    for form, row in made["recipes"].items():
+        cells = f"{row['seeds']} | {row['steps']} | {row['val_loss']:.3f} | {row['test_bits_per_byte']:.3f}"
+        lines.append(f"| `{form}` | {cells} | {row['seconds']:.0f} |")
+    head = (
+        "| Technique | Pairs | Test bits that it saves | Standard error | Step without it | With it | Helps |"
+    )
+    lines += ["", head, "|---" * 7 + "|"]
+    for form, row in made["techniques"].items():
+        cells = f"{row['pairs']} | {row['gain']:+.4f} | {row['error']:.4f} | {row['without_s']:.3f} s"
+        lines.append(f"| `{form}` | {cells} | {row['with_s']:.3f} s | {row['helps']} |")
     return lines
 
 
