@@ -21,7 +21,7 @@ from fivefold.plan.time.time import step
 from fivefold.sharding.layout import changed
 
 GLIMPSE = 32
-WHOLE = slice(None)
+ALL = slice(None)
 COUNTED = 100  # if nothing fits, the layouts that are counted exactly, of each number of devices
 GROWN = 1.002  # by which the lowest bound has grown when `progress` says so
 Order = tuple[int, ...]
@@ -35,7 +35,7 @@ class Search:
     that do not fit. looked: refined entries."""
 
     def __init__(
-        self, space: Space, bounds: Bounds, most: float, below: float = math.inf, part: slice = WHOLE
+        self, space: Space, bounds: Bounds, most: float, below: float = math.inf, part: slice = ALL
     ):
         self.space, self.bounds, self.most, self.below, self.part = space, bounds, most, below, part
         self.lost = self.tried = self.looked = 0

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from fivefold.host import cores
 from fivefold.plan.predict import Plan, price
-from fivefold.plan.search.best_first import WHOLE, Search
+from fivefold.plan.search.best_first import ALL, Search
 from fivefold.plan.search.bound import Bounds
 from fivefold.plan.search.space import Choice, Space
 
@@ -101,7 +101,7 @@ class Halves:
 
     def _answers(self, asked: Asked) -> list[Iterator[Told]]:
         if not self._pipes:
-            return [_search(self.space, self.bounds, asked, WHOLE)]
+            return [_search(self.space, self.bounds, asked, ALL)]
         for pipe in self._pipes:
             pipe.send(asked)
         return [_received(pipe) for pipe in self._pipes]
