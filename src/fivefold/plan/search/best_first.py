@@ -34,9 +34,7 @@ class Search:
     """A search for plans with at most `most` bytes and less than `below` seconds. part: of the families. lost: layouts
     that do not fit. looked: refined entries."""
 
-    def __init__(
-        self, space: Space, bounds: Bounds, most: float, below: float = math.inf, part: slice = ALL
-    ):
+    def __init__(self, space: Space, bounds: Bounds, most: float, below: float = math.inf, part: slice = ALL):
         self.space, self.bounds, self.most, self.below, self.part = space, bounds, most, below, part
         self.lost = self.tried = self.looked = 0
         # (bound, peak, order, how it is refined, what it is); None: it is a full prediction
