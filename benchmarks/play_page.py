@@ -12,8 +12,8 @@ page watches a run that trains.
 
 Training: in each turn the quickstart trains without a server, beside a server that nobody looks at, and beside a page
 that watches it, in an order that changes from turn to turn. A turn's figure is the median of the run's step times
-without the first third, divided by that of the run without a server. Its spread over turns says what the machine allows
-to tell.
+without the first third, divided by that of the run without a server. The spread over turns is the resolution of the
+measurement.
 """
 
 from __future__ import annotations
@@ -198,15 +198,15 @@ def trained(browser: Browser, folder: Path, way: str, steps: int, layout: str) -
         *(w for s in sets for w in ("--set", s)),
     ]
     before = os.times()
-    training = subprocess.Popen([sys.executable, "-m", "fivefold", *words], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, "-m", "fivefold", *words], stdout=subprocess.DEVNULL)
     try:
         if served is not None and way == "open":
             while not (run / "metrics.jsonl").exists():
-                assert training.poll() is None
+                assert process.poll() is None
                 time.sleep(0.2)
             browser.call("Page.navigate", url=f"{served[1]}#train/{str(run).replace('/', '%2F')}")
             until(browser, "document.querySelector('canvas')")
-        assert training.wait() == 0
+        assert process.wait() == 0
         spent = os.times()
         if way == "open":
             time.sleep(1)
@@ -214,6 +214,8 @@ def trained(browser: Browser, folder: Path, way: str, steps: int, layout: str) -
             assert f"{steps:,}" in shown, shown
             browser.call("Page.navigate", url="about:blank")
     finally:
+        process.terminate()  # if something has failed
+        process.wait()
         if served is not None:
             served[0].terminate()
             served[0].wait()

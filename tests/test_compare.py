@@ -18,6 +18,7 @@ from fivefold.observe.compare import (
     as_json,
     best,
     differences,
+    drawn,
     read_runs,
     side_by_side,
     text,
@@ -52,9 +53,17 @@ def test_figures_and_differences(folders: list[Path]) -> None:
     assert re.search(r"^optim.lr +0.0025 +0.001$", text(runs), re.MULTILINE)
 
 
+def test_long_values_differ_on_the_page(folders: list[Path]) -> None:
+    sources = ["a" * 50 + end for end in "bc"]
+    for folder, source in zip(folders, sources, strict=True):
+        path = folder / "recipe.toml"
+        path.write_text(re.sub(r'source = ".*"', f'source = "{source}"', path.read_text()))
+    assert side_by_side(read_runs(folders))["differences"]["data.source"] == sources
+
+
 def test_curves_over_steps_tokens_seconds_and_flops(folders: list[Path]) -> None:
     runs = read_runs(folders)
-    found = {axis: side_by_side(runs, axis, 1000) for axis in AXES}
+    found = {axis: drawn(runs, axis, 1000) for axis in AXES}
     for name, factor in (("tokens", 4096), ("FLOPs", as_json(runs)["runs"][0]["flops"] / 60)):
         for curve, steps in zip(found[name]["curves"].values(), (60, 120), strict=True):
             assert curve["loss"][0][-1] == pytest.approx(factor * steps, rel=1e-3)
@@ -63,13 +72,13 @@ def test_curves_over_steps_tokens_seconds_and_flops(folders: list[Path]) -> None
     steps = [curve["val_loss"][0] for curve in found["step"]["curves"].values()]
     assert steps == [list(range(6, 61, 6)), list(range(12, 121, 12))]
     assert not any(one["spread"] for one in found.values())
-    few = side_by_side(runs, "step", 10)["curves"][str(folders[1])]["loss"]
+    few = drawn(runs, "step", 10)["curves"][str(folders[1])]["loss"]
     assert [len(values) for values in few] == [10, 10]
 
 
 def test_a_long_and_a_short_run_share_a_logarithmic_axis(tmp_path: Path) -> None:
     runs = read_runs([make_run(tmp_path / "short", 20), make_run(tmp_path / "long", 400)])
-    found = side_by_side(runs, "tokens", 1000)
+    found = drawn(runs, "tokens", 1000)
     assert found["spread"]
     ends = [min(x for one in found["curves"].values() for x in one["loss"][0]), 20 * 4096, 400 * 4096]
     assert ends == sorted(ends)
@@ -81,7 +90,8 @@ def test_losses_of_each_validation_set_are_drawn(folders: list[Path]) -> None:
         for step, loss in ((61, 3.0), (62, float("nan"))):
             line = {"step": step, "tokens": 4096 * step, "val_losses": {"news": loss}}
             file.write(json.dumps(line) + "\n")
-    found = side_by_side(read_runs(folders), "step", 1000)
+    runs = read_runs(folders)
+    found = side_by_side(runs) | drawn(runs, "step", 1000)
     assert found["kinds"]["val_losses/news"] == "loss on news"
     curves = [one["val_losses/news"] for one in found["curves"].values()]
     assert curves == [([61, 62], [3.0, None]), ([], [])]
@@ -99,7 +109,7 @@ def test_foreign_text_is_never_markup(folders: list[Path], tmp_path: Path) -> No
     broken = page(evil, folders[1])
     note = "run has no recipe that this version reads."
     assert note in Page(broken).text, "a source has no NUL"
-    assert note in unpacked(broken)["axes"]["step"]["notes"][0]
+    assert note in unpacked(broken)["compared"]["notes"][0]
     path.write_text(path.read_text().replace("\\u0000", ""))
     found = Page(page(evil, folders[1]))
     assert {tag for tag, _ in found.tags} == {tag for tag, _ in harmless.tags}

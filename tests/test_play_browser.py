@@ -154,16 +154,23 @@ def test_a_step_comes_and_nothing_under_the_hand_changes(browser: Browser, play:
 
 def test_a_row_changes_and_its_controls_stay(browser: Browser, play: Play, folder: Path) -> None:
     run = make_run(folder / "row", steps=20)
+    make_run(folder / "few", steps=10)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:10]))
     with owned(run):
         show(browser, play, "runs")
         link = f"[...document.querySelectorAll('tbody a')].find((a) => a.hash.endsWith({named(run)!r}))"
         until(browser, f"{link}?.textContent === 'training, step 6 of 20'")
+        few = "[...document.querySelectorAll('tbody tr')].find((one) => one.innerText.includes('step 10 of 10'))"
+        until(browser, few)
+        for words in ("Steps", "Steps ↑"):  # the highest first
+            press(browser, words)
+        until(browser, f"{few}.compareDocumentPosition({link}) & Node.DOCUMENT_POSITION_FOLLOWING")
         browser.evaluate(f"{link}.focus(); {link}.closest('tr').querySelector('input').click()")
         with (run / "metrics.jsonl").open("a") as file:
             file.writelines(lines[10:])
         until(browser, f"{link}.textContent === 'training, step 20 of 20'")
+        until(browser, f"{few}.compareDocumentPosition({link}) & Node.DOCUMENT_POSITION_PRECEDING")
         assert browser.evaluate(f"document.activeElement === {link}")
         press(browser, "Compare")
         until(browser, "document.querySelector('canvas')")

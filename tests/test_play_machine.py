@@ -97,6 +97,7 @@ def test_dp_takes_what_other_axes_leave_and_devices_follow_dp() -> None:
     assert "dp" not in parse(layout), "the layout that is most like it has no replicas"
     nodes = moved(replace(LLAMA, cluster="h100:16x4"), {"devices": "32"})[0]
     assert nodes.cluster == "h100:8x4"
+    assert answer(nodes, {})["devices"] == 32
 
 
 def test_experts_are_folded_over_tensor_ranks_where_there_are_both() -> None:

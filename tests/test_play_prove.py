@@ -89,9 +89,12 @@ def test_what_cannot_be_proven(play: Play, given: dict[str, Any], words: str) ->
 def test_a_proof_runs_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = {"passed": False, "layout": "dp=2"}
     monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
     (tmp_path / "go").touch()
     (tmp_path / "python").write_text(
-        f'#!/bin/sh\nshift 3; echo "$@" >&2; while [ -e "{tmp_path}/go" ]; do sleep 0.05; done\n'
+        f'#!/bin/sh\nshift 3; mktemp >"{tmp_path}/made"; echo "$@" >&2\n'
+        f'while [ -e "{tmp_path}/go" ]; do sleep 0.05; done\n'
         f"echo '{json.dumps(report)}'; echo 'error: wrong' >&2; exit 1\n"
     )
     (tmp_path / "python").chmod(0o755)
@@ -102,15 +105,24 @@ def test_a_proof_runs_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     first = prove.watched(state, made["name"])
     found = next(first)
     assert (found["is"], found["report"]) == ("runs", None)
+    while not found or not found["said"]:
+        found = next(first)
+    left = Path((tmp_path / "made").read_text().strip())
+    assert left.is_file()
     other = prove.start(state, asked)
     [*_, last] = [one for one in first if one]
     assert last == {"is": "ended", "said": "stopped", "report": None}
+    assert left.is_relative_to(tmp_path / "temporary")
+    assert not left.exists(), "what a stopped proof leaves is removed"
+    assert (last_one := state.commands.last(prove.KIND))
+    assert last_one.limit.interval == 600
     second = prove.watched(state, other["name"])
     next(second)
     (tmp_path / "go").unlink()
     [*_, last] = [one for one in second if one]
     assert last["is"] == "ended"
     assert last["report"] == report
+    assert [*(tmp_path / "temporary").iterdir()] == []
     assert re.fullmatch(r"verify quickstart .*--json\nerror: wrong", last["said"])
     for name in (made["name"], "", "../x"):
         with pytest.raises(Exception, match="no such proof"):

@@ -290,8 +290,11 @@ def test_a_list_of_jobs_may_hold_anything(tmp_path: Path, text: str) -> None:
     assert jobs.waiting() == []
 
 
-def test_nothing_starts_from_a_list_that_others_may_write(tmp_path: Path) -> None:
+def test_nothing_starts_from_a_list_that_others_may_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a home folder the list is below a folder that everybody may write."""
+    monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path / "cache"))
     jobs = Jobs(tmp_path)
     jobs.folder.mkdir(parents=True, mode=0o700)
     job = {"id": "a", "run": "/x/a", "cwd": "/", "words": ["train", "a"]}
@@ -301,7 +304,16 @@ def test_nothing_starts_from_a_list_that_others_may_write(tmp_path: Path) -> Non
     assert jobs.waiting() == []
     with pytest.raises(UserError, match="is not this user's own folder"):
         jobs.add(["train", "b"], tmp_path / "b")
+    jobs.folder.chmod(0o770)
+    assert jobs.waiting() == []
     jobs.folder.chmod(0o700)
+    for above, mode in ((jobs.folder.parent, 0o777), (jobs.folder.parents[1], 0o707)):
+        before = above.stat().st_mode
+        above.chmod(mode)
+        assert jobs.waiting() == []
+        above.chmod(0o775)
+        assert jobs.waiting() == [job], "a group may share the cache"
+        above.chmod(before)
     jobs.folder.rename(elsewhere := tmp_path / "elsewhere")
     jobs.folder.symlink_to(elsewhere)
     assert jobs.waiting() == []
@@ -415,7 +427,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_commands_end_with_the_server_by_any_signal(tmp_path: Path, number: signal.Signals) -> None:
     code = (
-        "import subprocess, sys; from pathlib import Path; from fivefold.play import server\n"
+        "import signal, subprocess, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also under nohup\n"
+        "from pathlib import Path; from fivefold.play import server\n"
         "made = server.make_app\n"
         "def make_app(*given):\n"
         "    app = made(*given)\n"
@@ -431,11 +444,14 @@ def test_commands_end_with_the_server_by_any_signal(tmp_path: Path, number: sign
         [sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True
     ) as server:
         assert server.stdout
+        late = threading.Timer(60, server.kill)
+        late.start()
         child = int(server.stdout.readline())
         assert server.stdout.readline().startswith("http://")
         os.kill(child, 0)
         server.send_signal(number)
         assert server.stdout.read() == "left\n"
+        late.cancel()
     assert server.returncode == 0
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)

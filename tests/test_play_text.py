@@ -138,7 +138,12 @@ def test_no_text_outside_of_the_folders(play: Play, folder: Path, tmp_path: Path
     for source in (tmp_path, mine, *links, *hostile):
         answer = about(play, source, 400)
         assert re.search("outside of the page's folders|in the page's folders only", answer["error"]), source
+    wanted = f"fivefold play {folder} {tmp_path}"
+    for source in (mine, tmp_path, tmp_path / "secret.txt", folder / "linked"):
+        assert about(play, source, 400)["error"].endswith(wanted), source
     (mine / "b.txt").unlink()
+    (mine / ".venv").mkdir()
+    os.symlink(tmp_path / "secret.txt", mine / ".venv" / "python.txt")  # nobody reads it
     assert about(play, mine)["documents"] == 1
     assert "no such file" in about(play, folder / "none", 400)["error"]
     (mine / "c.jsonl").write_text("no row\n")

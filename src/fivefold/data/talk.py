@@ -176,9 +176,9 @@ def _asking(held_out: bool) -> Iterator[Row]:
         for operand in map(str, _part(operands[mark], held_out)):
             yield asked.replace(mark, operand), (answer := reply.replace(mark, operand)), answer
     rng = random.Random("asking")
-    for name in (
-        () if held_out else _part(operands["{w}"], held_out)
-    ):  # wordings of facts: the name has to be known
+    if held_out:
+        return
+    for name in _part(operands["{w}"], held_out):  # wordings of facts: the name has to be known
         for wording in rng.sample(_wordings(rng, rng.choice(_tables()["facts"])), NAMED):
             said = rng.choice((name, name.lower()))
             yield wording.format(x=said), (answer := f"I don't know {said}."), answer

@@ -110,7 +110,7 @@ def parse_json(text: str | bytes) -> Any:
             raise ValueError(f"a whole number of {len(digits):,} digits; at most {LONGEST_NUMBER}")
         return int(digits)
 
-    # Where no run of digits is that long, they need not be looked at one by one: two thirds of the time
+    # If no run of digits is that long, the built-in parser is safe, and takes 0.4 of the time for lists of numbers
     if (
         isinstance(text, bytes)
         and b"\0" not in text

@@ -148,7 +148,7 @@ def text(runs: Sequence[ComparedRun]) -> str:
     lines = aligned(rows, (0,))
     if changed:
         table = [["", *(run.name for run in runs)]]
-        table += [[key, *(_value(value) for value in values)] for key, values in changed.items()]
+        table += [[key, *(_value(value)[:40] for value in values)] for key, values in changed.items()]
         lines += ["", "differences", *aligned(table, (0,))]
     return "\n".join([*lines, *(f"note: {note}" for note in notes(runs))])
 
@@ -158,7 +158,7 @@ def _cells(figures: Mapping[str, float], keys: Sequence[str]) -> list[str]:
 
 
 def _value(value: Any) -> str:
-    return "unset" if value is None else printable(str(value))[:40]
+    return "unset" if value is None else printable(str(value))
 
 
 def row(run: ComparedRun) -> dict[str, Any]:
@@ -172,27 +172,33 @@ def row(run: ComparedRun) -> dict[str, Any]:
     }
 
 
-def side_by_side(runs: Sequence[ComparedRun], axis: str, points: int) -> dict[str, Any]:
-    """`as_json`, and what the page draws over an axis of AXES: kinds, {key: title} of losses; curves, {folder: {kind:
-    (places, values)}} of at most so many points; spread: the axis is logarithmic; best: {figure: its lowest value}."""
+def side_by_side(runs: Sequence[ComparedRun]) -> dict[str, Any]:
+    """`as_json`, with differences as text, and what else the page shows over any axis: kinds, {key: title} of losses;
+    best: {figure: its lowest value}."""
+    found = as_json(runs)
+    for one, run in zip(found["runs"], runs, strict=True):
+        one["run"] = printable(str(run.folder))
+    changed = {key: [*map(_value, values)] for key, values in found["differences"].items()}
+    return found | {"axes": AXES, "kinds": _kinds(runs), "best": best(runs), "differences": changed}
+
+
+def _kinds(runs: Sequence[ComparedRun]) -> dict[str, str]:
     sets = dict.fromkeys(name for run in runs for line in run.lines for name in by_name(line, "val_losses"))
-    kinds = LOSSES | {f"val_losses/{name}": f"loss on {printable(name)}" for name in sets}
+    return LOSSES | {f"val_losses/{name}": f"loss on {printable(name)}" for name in sets}
+
+
+def drawn(runs: Sequence[ComparedRun], axis: str, points: int) -> dict[str, Any]:
+    """What the page draws over an axis of AXES: curves, {folder: {kind: (places, values)}} of at most so many points;
+    spread: the axis is logarithmic."""
+    kinds = _kinds(runs)
     last = [places[-1] for run in runs if (places := run.along(axis, "loss")[0])]
     spread = bool(last) and max(last) > SPREAD * min(last) > 0
-    low, found, names = min(last) / 20 if spread else -math.inf, as_json(runs), list[str]()
-    for one, run in zip(found["runs"], runs, strict=True):
-        names.append(printable(str(run.folder)))
-        one["run"] = names[-1]
-    drawn = [{kind: _curve(run, axis, kind, low, points) for kind in kinds} for run in runs]
-    changed = {key: [*map(_value, values)] for key, values in found["differences"].items()}
-    return found | {
-        "axes": AXES,
-        "kinds": kinds,
-        "curves": dict(zip(names, drawn, strict=True)),
-        "spread": spread,
-        "best": best(runs),
-        "differences": changed,
+    low = min(last) / 20 if spread else -math.inf
+    curves = {
+        printable(str(run.folder)): {kind: _curve(run, axis, kind, low, points) for kind in kinds}
+        for run in runs
     }
+    return {"curves": curves, "spread": spread}
 
 
 def _curve(run: ComparedRun, axis: str, kind: str, low: float, most: int) -> tuple[list[float], list[Any]]:

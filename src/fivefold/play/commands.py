@@ -11,39 +11,44 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from tempfile import TemporaryFile
+from pathlib import Path
+from tempfile import TemporaryFile, mkdtemp
 from typing import IO, Any
 
 from fivefold.errors import UserError, printable
-from fivefold.files import own_word
+from fivefold.files import cache_folder, own_word, remove
 
-LONGEST = 600
-"""Seconds of a command."""
+LONGEST = {"machine": 600, "proof": 600}
+"""Seconds of a kind of command. Another has no limit."""
 MOMENT = 2.0
 """Seconds until a command that was asked to end is killed."""
 TAIL = 4000
 """Bytes of the last words."""
 
 
-def last_words(file: IO[bytes], most: int = TAIL) -> str:
+def last_words(file: IO[bytes]) -> str:
     """The end of what a process has written into a file. Its place there is left alone: the two share it."""
     size = os.fstat(file.fileno()).st_size
-    text = os.pread(file.fileno(), most, max(0, size - most)).decode("utf-8", "replace")
+    text = os.pread(file.fileno(), TAIL, max(0, size - TAIL)).decode("utf-8", "replace")
     return printable(text.replace("\r", "\n")).strip()
 
 
 class Command:
-    """`fivefold WORDS --json`, with all that it starts. As everywhere, -P: a folder that is shown lends no modules."""
+    """`fivefold WORDS --json`, with all that it starts. As everywhere, -P: a folder that is shown lends no modules.
+    Its temporary files have a folder of their own, which goes with it. longest: seconds."""
 
-    def __init__(self, words: Sequence[str]) -> None:
+    def __init__(self, words: Sequence[str], longest: float) -> None:
         self.name, self.why = own_word(), ""
+        self.folder = Path(mkdtemp(prefix="fivefold-"))
         self.out, self.err = TemporaryFile(), TemporaryFile()  # noqa: SIM115
         line = [sys.executable, "-P", "-m", "fivefold", *words, "--json"]
+        # Without a home folder the cache is a temporary folder, too, but stays
+        own = os.environ | {"TMPDIR": str(self.folder), "FIVEFOLD_CACHE": str(cache_folder())}
         self.process = subprocess.Popen(
-            line, stdin=subprocess.DEVNULL, stdout=self.out, stderr=self.err, start_new_session=True
+            line, stdin=subprocess.DEVNULL, stdout=self.out, stderr=self.err, start_new_session=True, env=own
         )
-        late = f"it took more than {LONGEST / 60:.0f} minutes, and was ended. A terminal has no such limit"
-        self.limit = threading.Timer(LONGEST, self.stop, [late])
+        late = f"it took more than {longest / 60:.0f} minutes, and was ended. A terminal has no such limit"
+        self.limit = threading.Timer(longest, self.stop, [late])
         self.limit.daemon = True
         self.limit.start()
 
@@ -58,6 +63,11 @@ class Command:
                 with suppress(ProcessLookupError, subprocess.TimeoutExpired):
                     os.killpg(self.process.pid, number)
                     self.process.wait(MOMENT)
+        self._clean()
+
+    def _clean(self) -> None:
+        self.limit.cancel()
+        remove(self.folder)
 
     def said(self) -> str:
         """Its last words besides the result."""
@@ -66,7 +76,7 @@ class Command:
     def result(self) -> dict[str, Any]:
         """The object that it prints, once it has ended. Raises UserError: it failed, was stopped, or took too long."""
         code = self.process.wait()
-        self.limit.cancel()
+        self._clean()
         size, found = os.fstat(self.out.fileno()).st_size, None
         with suppress(ValueError):  # a report may be followed by what is wrong with it
             found = json.loads(os.pread(self.out.fileno(), size, 0).partition(b"\n")[0])
@@ -80,17 +90,20 @@ class Command:
 
 
 class Commands:
-    """One command of a kind at a time: a new one ends the one before."""
+    """One command of a kind at a time."""
 
     def __init__(self) -> None:
         self._last, self._lock, self._ended = dict[str, Command](), threading.Lock(), False
 
-    def start(self, kind: str, words: Sequence[str]) -> Command:
+    def start(self, kind: str, words: Sequence[str], replace: bool = True) -> Command:
+        """replace: ends the one before. Raises UserError: it runs, and is not replaced."""
         with self._lock:
             if self._ended:
                 raise UserError("the server ends")
+            if not replace and (before := self.last(kind)) is not None and before.runs:
+                raise UserError(f"another {kind} runs now. Try again when it is done")
             self.stop(kind)
-            self._last[kind] = command = Command(words)
+            self._last[kind] = command = Command(words, LONGEST.get(kind, threading.TIMEOUT_MAX))
         return command
 
     def last(self, kind: str) -> Command | None:

@@ -95,10 +95,14 @@ class Jobs:
 
     def _require_own(self) -> None:
         """Raises UserError: others may write into the folder, and what lies there is started."""
-        there = self.folder.lstat()
-        if not stat.S_ISDIR(there.st_mode) or there.st_uid != os.getuid() or there.st_mode & stat.S_IWOTH:
+        there, others = self.folder.lstat(), stat.S_IWGRP | stat.S_IWOTH
+        own = stat.S_ISDIR(there.st_mode) and there.st_uid == os.getuid() and not there.st_mode & others
+        for folder in self.folder.parents[:2]:  # up to the cache. A group may share it
+            own = own and folder.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) != stat.S_IWOTH
+        if not own:
             raise UserError(
-                f"{self.folder} is not this user's own folder, so no run is queued there. Remove it"
+                f"{self.folder} is not this user's own folder, or lies in one that everybody may write, so no run is "
+                "queued there. Remove it"
             )
 
     @contextmanager

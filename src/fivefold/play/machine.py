@@ -69,6 +69,7 @@ def answer(
     here = at.device == LOCAL
     title = f"{HERE}, {several(at.devices, 'rank')}" if here else f"{at.devices:,} x {at.device}"
     found: dict[str, Any] = {"position": at.as_json(), "title": title, "here": here}
+    found["devices"] = at.devices
     found["controls"] = controls(at, base, machine, layout)
     try:
         recipe, machine, software = read(at.typed, at.layout)

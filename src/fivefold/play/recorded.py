@@ -21,7 +21,7 @@ from typing import Any
 from fivefold.draw.canvas import STYLE, css
 from fivefold.errors import UserError, printable
 from fivefold.files import guard, write_atomically
-from fivefold.observe.compare import AXES, FIGURES, ComparedRun, read_runs, row, side_by_side
+from fivefold.observe.compare import AXES, FIGURES, ComparedRun, drawn, read_runs, row, side_by_side
 from fivefold.observe.format import asset, document, header
 from fivefold.plan.advice.scaling import Results
 from fivefold.plan.pages.pictures import as_rows, frontier_svg
@@ -56,13 +56,13 @@ const answering = ({ grid, answers, parts, first }) => ({ get: async (path, give
 } });
 """
 RUNS = """
-const answering = ({ rows, axes, sweep, place }) => ({ place, get: async (path, given) => {
+const answering = ({ rows, compared, axes, sweep, place }) => ({ place, get: async (path, given) => {
   if (path === "runs/sweep") return sweep;
-  const found = axes[given.axis], names = JSON.parse(given.runs);
-  const kept = found.runs.map((run) => names.includes(run.run));
+  const { runs, notes } = compared, names = JSON.parse(given.runs), kept = runs.map((run) => names.includes(run.run));
   const some = (all) => all.filter((_, i) => kept[i]);
-  const differences = Object.entries(found.differences).map(([key, values]) => [key, some(values)]);
-  return { ...found, runs: some(found.runs), curves: Object.fromEntries(some(Object.entries(found.curves))),
+  const differences = Object.entries(compared.differences).map(([key, values]) => [key, some(values)]);
+  const of = "Notes, bold figures and the scale of the axis are those of all runs of this file.";
+  return { ...compared, ...axes[given.axis], runs: some(runs), notes: kept.every(Boolean) ? notes : [...notes, of],
     differences: Object.fromEntries(differences.filter(([, values]) => new Set(values).size > 1)) };
 }, events: (path, tell) => { rows.forEach(tell); return () => {}; } });
 """
@@ -159,7 +159,8 @@ def of_runs(
     }
     data = {
         "rows": [first, *rows],
-        "axes": {axis: side_by_side(runs, axis, points) for axis in AXES},
+        "compared": side_by_side(runs),
+        "axes": {axis: drawn(runs, axis, points) for axis in AXES},
         "sweep": sweep,
         "place": first["sweeps"] or first["names"],
     }

@@ -12,8 +12,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from fivefold.errors import UserError, did_you_mean, printable
-from fivefold.files import guard, numbered_folder, remove
-from fivefold.observe.compare import AXES, FIGURES, read_runs, row, side_by_side
+from fivefold.files import numbered_folder, remove
+from fivefold.observe.compare import AXES, FIGURES, drawn, read_runs, row, side_by_side
 from fivefold.observe.report import page
 from fivefold.plan.advice.scaling import results
 from fivefold.plan.pages.sweep import view
@@ -36,16 +36,15 @@ def routes(state: State) -> list[Route]:
 
 
 def rows(state: State) -> Iterator[Any]:
-    """First {names, sweeps, figures: {key: title}}; then a row for each run, {name, kind, step, steps, layout, arch,
-    figures: {key: number}, shown: {key: text}}, and again when it has changed."""
-    known: dict[str, Any] = {}
+    """{names, sweeps, figures: {key: title}}, then a row for each run, {name, kind, step, steps, layout, arch,
+    figures: {key: number}, shown: {key: text}}. Each comes again when it has changed."""
+    known, names = dict[str, Any](), None
     titles = {key: title for key, (title, _) in FIGURES.items()}
-    yield {"names": [*state.runs()], "sweeps": [*state.sweeps()], "figures": titles}
     while True:
         runs = state.runs()
-        if gone := known.keys() - runs.keys():
-            known = {name: one for name, one in known.items() if name not in gone}
-            yield {"gone": [*gone]}
+        if names != (names := [*runs]):
+            known = {name: one for name, one in known.items() if name in runs}
+            yield {"names": names, "sweeps": [*state.sweeps()], "figures": titles}
         for name, run in runs.items():
             now = {"name": name, **condition(run), **_figures(run, stamp(run))}
             if now != known.get(name):
@@ -63,7 +62,7 @@ def _figures(run: Path, stamp: tuple[object, ...]) -> dict[str, Any]:
 
 
 def compare(state: State, given: Params) -> dict[str, Any]:
-    """given: runs, the names as a JSON list; axis, one of AXES. Returns `side_by_side`."""
+    """given: runs, the names as a JSON list; axis, one of AXES. Returns `side_by_side` and `drawn`."""
     try:
         names = json.loads(given.get("runs", ""))
     except (ValueError, RecursionError):
@@ -71,7 +70,8 @@ def compare(state: State, given: Params) -> dict[str, Any]:
     axis = given.get("axis", AXES[0])
     if not isinstance(names, list) or not 1 <= len(names) <= MOST or axis not in AXES:
         raise UserError(f"runs: 1 to {MOST} names as a JSON list; axis: {', '.join(AXES)}")
-    return side_by_side(read_runs([state.run(name) for name in names]), axis, POINTS)
+    found = read_runs([state.run(name) for name in names])
+    return side_by_side(found) | drawn(found, axis, POINTS)
 
 
 def sweep(state: State, name: object) -> dict[str, Any]:
@@ -79,7 +79,6 @@ def sweep(state: State, name: object) -> dict[str, Any]:
     sweeps = state.sweeps()
     if not isinstance(name, str) or name not in sweeps:
         raise UserError(f"there is no sweep '{name}'{did_you_mean(str(name), sweeps)}")
-    guard(sweeps[name])
     return view(sweeps[name], results(read(sweeps[name])))
 
 
@@ -94,12 +93,10 @@ def report(run: Path) -> Response:
 
 def export(state: State, run: Path) -> dict[str, Any]:
     """Writes the run's weights as a Hugging Face folder beside it, by the command. Returns {folder, command}."""
-    if (before := state.commands.last("export")) is not None and before.runs:
-        raise UserError("another run is exported now. Try again when it is done")
     folder = numbered_folder(state.home, f"{run.name}-hf")
     words = ["export", str(run), str(folder)]
     try:
-        state.commands.start("export", words).result()
+        state.commands.start("export", words, replace=False).result()
     except UserError:
         remove(folder)
         raise

@@ -97,19 +97,22 @@ class State:
             raise UserError(f"there is no run '{name}'{did_you_mean(str(name), runs)}")
         return runs[name]
 
-    def require(self, *paths: Path | str) -> None:
-        """Raises UserError: one of them leads out of the page's folders, by itself or by a link below it."""
+    def require(self, *paths: Path | str, links: bool = True) -> None:
+        """Raises UserError: one of them leads out of the page's folders, by itself or by a link below it. links: looks
+        for those."""
         homes = [folder.resolve() for folder in (*self.folders, self.home)]
         for path in map(Path, paths):
             try:
-                places = chain([path := path.expanduser()], _links(path))
+                places = chain([path := path.expanduser()], _links(path) if links else ())
                 outside = next(
                     (at for at in places if not any(map(at.resolve().is_relative_to, homes))), None
                 )
             except (RuntimeError, ValueError):  # no such home folder, links in a circle, a NUL
                 raise UserError(f"{printable(str(path))[:500]} cannot be a path on this machine") from None
             if outside is not None:
-                given = shlex.join(map(str, (*self.folders, path.parent)))
+                there = outside.resolve()
+                needed = there if there.is_dir() else there.parent
+                given = shlex.join(map(str, (*self.folders, needed)))
                 raise UserError(
                     f"{outside} lies outside of the page's folders. Start it with this folder, too: fivefold play "
                     f"{given}"
@@ -119,9 +122,10 @@ class State:
         """The files of a source of text. Raises UserError: it, or one of them, leads out of the page's folders."""
         if spec in SHIPPED:
             return find(spec)
-        self.require(spec.removeprefix(TOKENS))
+        self.require(spec.removeprefix(TOKENS), links=False)
         found = find(spec)
-        self.require(*(file.path for file in found.files))
+        paths = [file.path for file in found.files]
+        self.require(*paths, *(path.with_suffix(".idx") for path in paths if found.ids), links=False)
         return found
 
 

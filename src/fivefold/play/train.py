@@ -14,7 +14,7 @@ from starlette.routing import Route
 from fivefold.data.kinds.hub import PREFIX
 from fivefold.data.kinds.remote import ADDRESS
 from fivefold.errors import UserError, did_you_mean, printable
-from fivefold.files import in_use, numbered_folder, read_text
+from fivefold.files import expanded, in_use, numbered_folder, read_text
 from fivefold.observe import faults, timelines
 from fivefold.play import watch
 from fivefold.play.state import Params, State, condition, events, get, post
@@ -95,7 +95,7 @@ def watched(state: State, run: Path) -> Iterator[Any]:
 
 
 def about(run: Path) -> dict[str, Any]:
-    """What does not change: {recipe, layout, command, resume}."""
+    """What changes only when the run is resumed: {recipe, layout, command, resume}."""
     path = run / "recipe.toml"
     return {
         "recipe": printable(read_text(path, MOST_BYTES)),
@@ -186,10 +186,7 @@ def _require_within(state: State, recipe: Recipe) -> None:
     for spec in (*recipe.data.specs.values(), *(entry.source for entry in recipe.data.validation)):
         if spec and not spec.startswith(PREFIX) and not ADDRESS.match(spec):
             state.source(spec)
-    files = [
-        text
-        for text in (recipe.data.tokenizer, recipe.data.chat_template)
-        if Path(text).expanduser().exists()
-    ]
+    words = {"data.tokenizer": recipe.data.tokenizer, "data.chat_template": recipe.data.chat_template}
+    files = [text for key, text in words.items() if expanded(key, text).exists()]
     places = (*files, recipe.train.init_from, recipe.data.cache, recipe.layout.offload_dir)
     state.require(*filter(None, places))

@@ -25,7 +25,8 @@ export const post = (path, body = {}) =>
 
 /** Calls onMessage(value) for each event, and tells of errors. path may be [path, params]. Returns a function that ends it.
  * A server that does not answer is told of once; the browser asks again by itself. A browser has six connections to a
- * server, so a hidden page leaves its stream and asks anew when it is seen again. own: it does not, and gets errors. */
+ * server, so a hidden page leaves its stream and asks anew when it is seen again. own: the stream
+ * stays open while the page is hidden, and onMessage gets errors, too. */
 export function events(path, onMessage, own = false) {
   let source = null, told = false;
   const close = () => { source?.close(); source = null; };

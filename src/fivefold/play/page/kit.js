@@ -60,7 +60,7 @@ export const trs = (rows) => rows.map(([first, ...cells]) =>
 /** Shows a list in a place. What was there by its key stays the same element: it keeps the focus, a select stays open, and
  * a screen reader does not say it again. make: an element of one, whose `set`, if it has one, takes what is new of it. */
 export function keep(place, list, key, make) {
-  const before = place.kept ?? new Map(), now = place.kept = new Map();
+  const before = place.kept ?? new Map(), now = place.kept = new Map(), focus = document.activeElement;
   for (const one of list) {
     const name = key(one), element = before.get(name) ?? make(one);
     now.set(name, element);
@@ -68,6 +68,7 @@ export function keep(place, list, key, make) {
   }
   for (const [name, element] of before) if (now.get(name) !== element) element.remove();
   [...now.values()].forEach((element, i) => { if (place.children[i] !== element) place.insertBefore(element, place.children[i] ?? null); });
+  if (place.contains(focus) && focus !== document.activeElement) focus.focus({ preventScroll: true }); // what moves loses it
 }
 
 /** Recipes by family: {family: names}. One that is not among them is a run's. */

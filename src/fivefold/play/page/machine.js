@@ -112,7 +112,7 @@ function machine(api, position, known, remove) {
     shown.replaceChildren(...[
       facts.length > 0 && el("p", { class: "layout" }, position.layout.split(/(?<=,)/).flatMap((part) => [part, el("wbr")])),
       command && el("div", { class: "row" }, here && fits && !api.recorded &&
-        button("Train this", () => api.go("train", "new", JSON.stringify(position)), { class: "main" }), fits && !api.recorded && Number(position.cluster.split(":").pop()) <= MOST_PROVEN &&
+        button("Train this", () => api.go("train", "new", JSON.stringify(position)), { class: "main" }), fits && !api.recorded && answer.devices <= MOST_PROVEN &&
         button("Prove this layout", () => api.go("prove", position.layout, position.recipe, "", ...position.sets.split("\n").filter(Boolean))),
         found[0]), command && found[1],
       el("div", { class: "pictures" }, pictures.map(([name, note, svg]) =>

@@ -7,7 +7,7 @@ const DASHES = [[], [6, 4], [2, 3], [8, 3, 2, 3]];
 
 export async function show(root, api) {
   const rows = new Map(), picked = new Set(api.place);
-  let titles = null, keys = [], best = {}, order = "", down = false, plot = null;
+  let titles = null, keys = [], best = {}, order = "", down = false, plot = null, turn = 0;
   const filter = el("input", { type: "search", size: 26, placeholder: "name, layout, architecture", oninput: () => list() });
   const sweeps = el("div", { class: "row" }), live = !api.recorded, more = el("div"), none = el("p", { class: "none" });
   const all = table(["Run", ...(live ? ["More", "State"] : []), "Layout"], [], "Runs");
@@ -70,20 +70,22 @@ export async function show(root, api) {
 
   async function compare() {
     if (!picked.size) throw Error("Choose runs to compare by their boxes");
-    const found = await api.get("runs/compare", { runs: JSON.stringify([...picked]), axis: axis.value || "step" });
+    const now = ++turn, across = axis.value || "step";
+    const found = await api.get("runs/compare", { runs: JSON.stringify([...picked]), axis: across });
+    if (now !== turn || !root.isConnected) return; // something else was chosen meanwhile
     keep(axis, found.axes, String, (one) => el("option", {}, one));
     keep(kind, Object.entries(found.kinds), String, ([value, words]) => el("option", { value }, words));
-    const labels = Object.fromEntries(found.runs.map((run) => [run.run, run.name])), names = found.runs.map((run) => run.name);
-    const lines = Object.entries(found.curves).map(([name, curve], i) => ({ label: labels[name] || name, color: `c${i % 7}`,
-      dash: DASHES[Math.floor(i / 7) % 4], points: curve[kind.value] })).filter((one) => one.points?.[0].length);
+    const names = found.runs.map((run) => run.name);
+    const lines = found.runs.map(({ run, name }, i) => ({ label: name, color: `c${i % 7}`,
+      dash: DASHES[Math.floor(i / 7) % 4], points: found.curves[run][kind.value] })).filter((one) => one.points?.[0].length);
     const place = el("div", { class: "plot-here" });
     plot?.end();
     beside.hidden = false;
     shown.replaceChildren(...found.notes.map((note) => el("p", { class: "alarm" }, note)), place,
       el("h2", {}, "What differs in their recipes"), Object.keys(found.differences).length
-        ? table(["Field", ...names], Object.entries(found.differences).map(([key, values]) => [key, ...values.map((v) => (v == null ? "unset" : String(v)))]), "Differences")
+        ? table(["Field", ...names], Object.entries(found.differences).map(([key, values]) => [key, ...values]), "Differences")
         : el("p", { class: "none" }, "No field."));
-    plot = lines.length ? curves(place, lines, { across: axis.value, log: true, spread: found.spread }) : null;
+    plot = lines.length ? curves(place, lines, { across, log: true, spread: found.spread }) : null;
     plot?.set(uPlot.join(lines.map((one) => one.points)));
     plot?.last(Number(span.value));
     if (!plot) place.append(el("p", { class: "none" }, "No loss over this axis."));
@@ -107,12 +109,11 @@ export async function show(root, api) {
     if (found.names) {
       const again = titles, first = found.sweeps.includes(api.place[0]) ? () => sweep(api.place[0]) : compare;
       titles = found.figures;
-      found.gone = [...rows.keys()].filter((name) => !found.names.includes(name)); // while the page was hidden
+      for (const name of [...rows.keys()]) if (!found.names.includes(name)) { rows.delete(name); picked.delete(name); }
       for (const name of found.names) if (!rows.has(name)) rows.set(name, { name });
-      sweeps.replaceChildren(...(live ? found.sweeps.map((name) => button(`Sweep ${name}`, () => sweep(name))) : []));
+      keep(sweeps, live ? found.sweeps : [], String, (name) => button(`Sweep ${name}`, () => sweep(name)));
       if (!again && picked.size) first().catch((error) => tell(error.message, true));
     }
-    for (const name of found.gone || []) { rows.delete(name); picked.delete(name); }
     if (found.name) rows.set(found.name, found);
     cancelAnimationFrame(drawing);
     drawing = requestAnimationFrame(list);

@@ -8,7 +8,7 @@ export async function show(root, api) {
   const look = button("Look", () => api.go("text", source.value.trim()), { class: "main" });
   const files = el("input", { type: "file", multiple: true, accept: KINDS, onchange: () => send(files.files) });
   const drop = el("div", { class: "drop" }, "Drop files here (txt, md, jsonl, parquet, csv), or ", el("label", {}, "choose them ", files));
-  root.append(el("h1", {}, "Text"), el("div", { class: "row" }, field("Source: stdlib, or a file or folder in the page's folders", source), look), drop, view);
+  root.append(el("h1", {}, "Text"), el("div", { class: "row" }, field("Source: stdlib, talk, or a file or folder in the page's folders", source), look), drop, view);
   for (const kind of ["dragover", "dragleave", "drop"]) drop.addEventListener(kind, (event) => {
     event.preventDefault();
     drop.classList.toggle("over", kind === "dragover");
@@ -22,7 +22,7 @@ export async function show(root, api) {
         tell(`Sends ${i + 1} of ${list.length}...`);
         made = await api.post(`text/upload?${new URLSearchParams({ name: file.name, folder: made.folder })}`, file);
       }
-      if (made.source) api.go("text", made.source);
+      if (made.source && root.isConnected) api.go("text", made.source);
     } catch (error) { tell(error.message, true); }
   }
 

@@ -163,7 +163,10 @@ function watch(root, api, name) {
     tell((await api.post("train/resume", { run: name, layout: layout.value.trim() })).command);
   }, { title: "Saves, then resumes with the same weights and data in another layout" });
   buttons.append(pause, resume, layout, change,
-    button("Train again", async () => api.go("train", (await api.post("train/start", { recipe: name })).run)));
+    button("Train again", async () => {
+      const { run } = await api.post("train/start", { recipe: name });
+      if (root.isConnected) api.go("train", run);
+    }));
   function act() {
     const focus = document.activeElement, going = condition.kind === "training", complete = condition.kind === "complete";
     [buttons.hidden, pause.hidden, resume.hidden, layout.hidden, change.hidden] = [false, !going, going || complete, complete, complete];
