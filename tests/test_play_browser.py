@@ -179,6 +179,22 @@ def test_a_row_changes_and_its_controls_stay(browser: Browser, play: Play, folde
         browser.evaluate("axis.dispatchEvent(new Event('change'))")
         until(browser, "document.querySelector('.u-legend th')?.textContent.startsWith('tokens')")
         assert browser.evaluate("document.activeElement === axis")
+        browser.evaluate("""(() => {
+          const real = window.fetch;
+          let late = 400; // milliseconds, of the first answer
+          window.fetch = async (...given) => {
+            const wait = late;
+            late = 0;
+            const found = await real(...given);
+            await new Promise((done) => setTimeout(done, wait));
+            return found;
+          };
+          for (const over of ['seconds', 'step']) { axis.value = over; axis.dispatchEvent(new Event('change')); }
+        })()""")
+        until(browser, "document.querySelector('.u-legend th')?.textContent.startsWith('step')")
+        browser.evaluate("window.drawn = document.querySelector('.plot-here')")
+        browser.evaluate("new Promise((done) => setTimeout(done, 600))")
+        assert browser.evaluate("drawn.isConnected"), "an answer that comes late is not drawn"
     check_quiet(browser, play, 1400)
 
 

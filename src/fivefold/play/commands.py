@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryFile, mkdtemp
+from tempfile import TemporaryFile, gettempdir, mkdtemp
 from typing import IO, Any
 
 from fivefold.errors import UserError, printable
@@ -42,8 +42,10 @@ class Command:
         self.folder = Path(mkdtemp(prefix="fivefold-"))
         self.out, self.err = TemporaryFile(), TemporaryFile()  # noqa: SIM115
         line = [sys.executable, "-P", "-m", "fivefold", *words, "--json"]
-        # Without a home folder the cache is a temporary folder, too, but stays
-        own = os.environ | {"TMPDIR": str(self.folder), "FIVEFOLD_CACHE": str(cache_folder())}
+        # What stays: compiled code, and the cache, which is a temporary folder where there is no home
+        compiled = f"{gettempdir()}/torchinductor_{os.getuid()}"
+        own = {"TORCHINDUCTOR_CACHE_DIR": compiled, **os.environ, "TMPDIR": str(self.folder)}
+        own["FIVEFOLD_CACHE"] = str(cache_folder())
         self.process = subprocess.Popen(
             line, stdin=subprocess.DEVNULL, stdout=self.out, stderr=self.err, start_new_session=True, env=own
         )

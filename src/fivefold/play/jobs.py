@@ -102,7 +102,7 @@ class Jobs:
         if not own:
             raise UserError(
                 f"{self.folder} is not this user's own folder, or lies in one that everybody may write, so no run is "
-                "queued there. Remove it"
+                "queued there. Remove it, or name another cache in $FIVEFOLD_CACHE"
             )
 
     @contextmanager
