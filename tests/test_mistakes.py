@@ -155,11 +155,13 @@ def test_a_mistake_is_one_message_that_names_the_fix(
         (["train.steps=50", "train.val_every=100"], "train.val_every = 100 is more than the run's 50 steps"),
         (
             ["train.steps=50", "train.global_batch_size=4", "train.batch_ramp=2:50"],
-            'train.batch_ramp = "2:50" takes 50 steps of a run of 50: none has train.global_batch_size = 4',
+            'train.batch_ramp = "2:50" lasts 50 steps, and the run has 50: '
+            "no step has train.global_batch_size = 4. Shorten the ramp, or train longer",
         ),
         (
             ["train.steps=50", "model.arch=mistral", "model.sliding_window=64", "model.window_ramp=8:51"],
-            'model.window_ramp = "8:51" takes 51 steps of a run of 50: none has model.sliding_window = 64',
+            'model.window_ramp = "8:51" lasts 51 steps, and the run has 50: '
+            "no step has model.sliding_window = 64. Shorten the ramp, or train longer",
         ),
         (
             ["train.steps=50", "checkpoint.every=100"],

@@ -178,6 +178,12 @@ def test_deadlines_count_in_whole_nodes_of_any_number(monkeypatch: pytest.Monkey
     assert stride > 1, "none of those tried meets it"
 
 
+def test_a_node_for_which_no_layout_divides_the_batch_meets_no_deadline() -> None:
+    sets = ["layers=3", "dim=384", "heads=3", "ffn_dim=1024", "seq_len=255"]
+    recipe = change(LLAMA, ["train.global_batch_size=2", *(f"model.{field}" for field in sets)], "dp=1")
+    assert fewest_devices(recipe, parse("h100:8"), Questions(1e9, deadline=budget.DAY)) == (None, 1)
+
+
 def test_the_best_interval_between_checkpoints() -> None:
     """No other has more goodput; Young's is it for cheap ones."""
     for saving, between in ((1.0, 1e5), (60.0, 1e4), (900.0, 3e3)):

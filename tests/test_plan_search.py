@@ -5,7 +5,8 @@ import itertools
 import json
 import math
 import tomllib
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing import active_children
 from pathlib import Path
@@ -25,7 +26,7 @@ from fivefold.plan.search import best_first, bound_bytes, halves
 from fivefold.plan.search import search as searching
 from fivefold.plan.search.best_first import Search
 from fivefold.plan.search.bound import Bounds
-from fivefold.plan.search.halves import Halves, choice_of
+from fivefold.plan.search.halves import Halves, Told, choice_of
 from fivefold.plan.search.search import apply, search, space_of
 from fivefold.plan.search.space import SEQUENCES, Choice, Space
 from fivefold.recipe import Recipe, change, load
@@ -228,9 +229,14 @@ def test_no_bound_exceeds_what_it_is_a_bound_of(case: str) -> None:
         assert bounds.bytes.shape(shape, space) <= plan.peak_bytes + 1, c
         assert bounds.bytes.of(lean, buffers=False) <= plan.peak_bytes + 1, c
         assert bounds.bytes.of(c) <= plan.peak_bytes + 1, c
+        way = next(
+            n for n, way in enumerate(space.schedules(shape.layout)) if replace(c.layout, **way) == c.layout
+        )
+        own = {number: seconds for seconds, number in bounds.schedules(shape, space)}[way]
+        assert own <= bounds.schedule(c, space), c
         of_time = (
             bounds.shape(shape, space),
-            bounds.schedules(shape, space)[0][0],
+            own,
             bounds.schedule(c, space),
             bounds.sharing(c),
             bounds.simulated(c),
@@ -312,7 +318,7 @@ def test_a_rank_holds_as_much_with_more_microbatches_than_fill_the_pipeline() ->
         for way in space.schedules(Layout(pp=pp)):
             c = Choice(replace(Layout(pp=pp, dp_replicate=16 // pp), **way), 1, count, "bf16")
             for at in bounds.shared.positions(c.layout):
-                assert bounds.bytes.held(c, at) == bound_bytes.held(c, at), c
+                assert bounds.bytes.held(c, at) == bound_bytes.held_by(c, at), c
                 seen += 1
     assert seen > 1000
 
@@ -378,14 +384,13 @@ def test_two_processes_find_what_one_finds(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(processes) == 2
     for many in (3, 20, None):
         wanted, found = ([*itertools.islice(run.plans(most), many)] for run in (one, two))
-        assert [plan.step.seconds for plan in found] == [plan.step.seconds for plan in wanted]
-    assert {choice_of(plan) for plan in found} == {choice_of(plan) for plan in wanted}
+        assert [*map(choice_of, found)] == [*map(choice_of, wanted)]
     assert one.lost == two.lost > 0
     for name, value in (("LONG", 9), ("cores", lambda: 2)):
         monkeypatch.setattr(halves, name, value)
     monkeypatch.setattr(halves.threading, "active_count", lambda: 1)
     late = Halves(space, bounds)
-    assert {choice_of(plan) for plan in late.plans(most)} == {choice_of(plan) for plan in wanted}
+    assert [*map(choice_of, late.plans(most))] == [*map(choice_of, wanted)]
     assert late.lost == one.lost
     assert len(set(active_children()) - before - processes) == 2, "it took long"
     del late
@@ -395,6 +400,31 @@ def test_two_processes_find_what_one_finds(monkeypatch: pytest.MonkeyPatch) -> N
     assert two.glimpse(0, math.inf) is None
     del two
     assert not any(process.is_alive() for process in processes)
+
+
+def test_two_processes_order_equal_plans_as_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their bytes and then their place in the space, whichever process found them."""
+    space, bounds, ((_, first), (_, second), *_) = priced("llama")
+    run, end = Halves(space, bounds, two=False), Told(math.inf, 0, None)
+    told = [Told(1.0, 0, second, 1, 5.0, (2,)), Told(1.0, 0, first, 1, 5.0, (1, 7))]
+    monkeypatch.setattr(run, "_answers", lambda asked: [iter((one, end)) for one in told])
+    assert [*run.plans(math.inf)] == [first, second]
+
+
+@pytest.mark.parametrize("take", [lambda run: next(run.plans()), Search.glimpse])
+def test_a_search_is_freed_without_the_collector(take: Callable[[Search], Plan]) -> None:
+    """`search` turns it off."""
+    space, bounds, _ = priced("llama")
+    gc.disable()
+    try:
+        run = Search(space, bounds, math.inf)
+        assert take(run)
+        assert len(run._heap) > 9
+        left = weakref.ref(run)
+        del run
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def test_what_does_not_fit_is_counted() -> None:

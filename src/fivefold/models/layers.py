@@ -154,7 +154,7 @@ class Core(nn.Module):
 
 class AttentionCore(Core):
     """Attention between projections: (B, T, (H + 2K) d) -> (B, T, H d). recompute: backward computes scores and softmax
-    again. With a cap or a sink, whose attention keeps none, by tiles or flash attention (`OneRank`)."""
+    again. With a cap or a sink, `OneRank` computes it by tiles or flash attention, and keeps no scores."""
 
     recompute = False
 
@@ -325,7 +325,7 @@ class Attention(Sublayer):
             return self.finish(product, *tables, **options)
         cos, sin = self.angles(tables) or (None, None)
         heads, (qkv, *gates) = (self.core.heads, self.core.kv_heads), self.divided(product)
-        qkv = self.prepare(qkv, *self.besides(tables))
+        qkv = self.prepare(qkv, *self.added_values(tables))
         return self.project(cached_attention(qkv, *heads, cos, sin, cache, self.scores), *gates)
 
     @property
@@ -336,7 +336,7 @@ class Attention(Sublayer):
     def finish(self, product: Tensor, *tables: Tensor, documents: Documents | None = None) -> Tensor:
         """Queries, keys and values (B, T, (H + 2K) d), and gates if there are -> (B, T, D)."""
         angles, (qkv, *gates) = self.angles(tables), self.divided(product)
-        qkv = self.prepare(qkv, *self.besides(tables))
+        qkv = self.prepare(qkv, *self.added_values(tables))
         attended = self.core(qkv, *angles, documents=documents, scores=self.scores)
         return self.project(attended, *gates)
 
@@ -358,8 +358,8 @@ class Attention(Sublayer):
             return ()
         return tables[2:] if self.window and len(tables) > 2 else tables[:2]
 
-    def besides(self, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What `prepare` takes of a block's arguments."""
+    def added_values(self, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Of a block's arguments the value embedding of its tokens, if it has one, for `prepare`."""
         return ()
 
     def prepare(self, qkv: Tensor) -> Tensor:

@@ -363,7 +363,8 @@ def core(
             attention=2.0 * N * T * (q + value) * share * seen.share,
             forward=turned + copied + clip * N * (s.qkv + q) / 2 * e,  # queries and keys are read once more
             backward=turned + copied_again,
-            kernels=(1 if not rotary or program.fused else 20 if program.eager else 5) + 4 * clip,
+            kernels=(1 if not rotary or program.fused else 20 if program.eager else 5)
+            + (4 if program.fused else 6) * clip,
             sent_forward=forward,
             sent_backward=backward,
             saved=saved,

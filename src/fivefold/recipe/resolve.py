@@ -262,7 +262,8 @@ def warnings(recipe: Recipe) -> Iterator[str]:
     size = f"train.global_batch_size = {train.global_batch_size:,}"
     for key, text, full in (("train.batch_ramp", train.batch_ramp, size), *recipe.model.ramps):
         if (taken := sum(count for _, count in phases(text))) >= steps:
-            yield f'{key} = "{text}" takes {taken:,} steps of a run of {steps:,}: none has {full}'
+            lasts = f'{key} = "{text}" lasts {taken:,} steps, and the run has {steps:,}'
+            yield f"{lasts}: no step has {full}. Shorten the ramp, or train longer"
     if (profiled := profiled_steps(recipe.observe.profile_steps)) and profiled[-1] > steps:
         yield f"observe.profile_steps = {recipe.observe.profile_steps}: the run has {steps:,} steps"
     if (warmup := optim.warmup_steps or 0) > MOST_WARMUP * steps:

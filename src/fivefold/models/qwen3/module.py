@@ -21,12 +21,12 @@ class NormedAttention(Attention):
         size, (norm, _) = (model.head_width, known(model.norm_eps)), llama.norms_of(model)
         self.norm_q, self.norm_k = norm(*size), norm(*size)
 
-    def prepare(self, qkv: Tensor, more_BTv: Tensor | None = None) -> Tensor:
-        """more: is added to the values."""
+    def prepare(self, qkv: Tensor, values_BTv: Tensor | None = None) -> Tensor:
+        """values_BTv: a value embedding (`Attention.added_values`)."""
         heads, kv_heads = self.core.heads, self.core.kv_heads
         each_BTNd = qkv.unflatten(-1, (heads + 2 * kv_heads, -1))
         q_BTHd, k_BTKd, v_BTKd = each_BTNd.split([heads, kv_heads, kv_heads], dim=-2)
-        v_BTKd = v_BTKd if more_BTv is None else v_BTKd + more_BTv.view_as(v_BTKd)
+        v_BTKd = v_BTKd if values_BTv is None else v_BTKd + values_BTv.view_as(v_BTKd)
         return torch.cat((self.norm_q(q_BTHd), self.norm_k(k_BTKd), v_BTKd), dim=-2).flatten(-2)
 
 

@@ -72,7 +72,7 @@ class Attention(qwen3.NormedAttention):
     def angles(self, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tables[:2]
 
-    def besides(self, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def added_values(self, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tables[2:]
 
 

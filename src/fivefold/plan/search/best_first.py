@@ -26,8 +26,8 @@ COUNTED = 100  # if nothing fits, the layouts that are counted exactly, of each 
 GROWN = 1.002  # by which the lowest bound has grown when `progress` says so
 Order = tuple[int, ...]
 """A layout's place in the space. The first of equal layouts wins, so that a search always gives the same result."""
-Refine = Callable[[float, Order, Any], None]
-"""What is done with an entry if its bound is the lowest."""
+Refine = Callable[["Search", float, Order, Any], None]
+"""What is done with an entry if its bound is the lowest. No bound method: a search ends with whoever holds it."""
 
 
 class Search:
@@ -43,18 +43,18 @@ class Search:
 
     def plans(self) -> Iterator[Plan]:
         """Every plan that fits, fastest first. Among equally fast ones the smaller comes first."""
-        return (plan for _, plan in self.progress() if plan)
+        return (plan for *_, plan in self.progress() if plan)
 
-    def progress(self) -> Iterator[tuple[float, Plan | None]]:
-        """(seconds, plan) of `plans`; and (seconds, None) now and then: all plans to come take at least as many."""
+    def progress(self) -> Iterator[tuple[float, Order, Plan | None]]:
+        """(seconds, order, plan) of `plans`; and (seconds, (), None) now and then: those to come take no less."""
         self._start()
         said = 0.0
         while self._heap:
-            seconds = self._heap[0][0]
+            seconds, _, order, *_ = self._heap[0]
             if plan := self._refine():
-                yield seconds, plan
+                yield seconds, order, plan
             elif seconds > GROWN * said:
-                yield (said := seconds), None
+                yield (said := seconds), (), None
 
     def glimpse(self) -> Plan | None:
         """The fastest plan that fits among the GLIMPSE most promising layouts. It need not be the best of all."""
@@ -67,14 +67,14 @@ class Search:
 
     def _start(self) -> None:
         for number in range(len(self.space.families))[self.part]:
-            self._push(self.bounds.family(self.space, number), self._family, (number,), number)
+            self._push(self.bounds.family(self.space, number), Search._family, (number,), number)
 
     def _family(self, seconds: float, order: Order, number: int) -> None:
         ways = len(self.space.modes) * len(self.space.precisions)
         for index, (more, size, choice) in enumerate(self.bounds.starts(self.space, number)):
             if size <= self.most:
                 place = number, index // ways, 0, index % ways
-                self._push(max(seconds, more), self._sizes, place, choice)
+                self._push(max(seconds, more), Search._sizes, place, choice)
             else:
                 self._lose(choice, len(self.space.microbatches(choice.layout)))
 
@@ -87,7 +87,7 @@ class Search:
         self.looked += 1
         if refine is None:
             return what
-        refine(seconds, order, what)
+        refine(self, seconds, order, what)
         return None
 
     def _push(
@@ -97,7 +97,8 @@ class Search:
             heapq.heappush(self._heap, (seconds, peak, order, refine, what))
 
     def _once(self, order: Order, bound: Callable[..., Any], *of: Any) -> Any:
-        """A bound of an entry, which all searches of the space find once. bound: a method of a class."""
+        """A bound of an entry, which all searches of the space find once. bound: a method of a class, or `list` of
+        several."""
         key = order, bound
         if key not in self._known:
             self._known[key] = bound(*of)
@@ -108,9 +109,9 @@ class Search:
         next."""
         for more, order, what in islice(entries, 1):
 
-            def both(seconds: float, order: Order, what: Any) -> None:
-                self._in_turn(seconds, refine, entries)
-                refine(seconds, order, what)
+            def both(run: Search, seconds: float, order: Order, what: Any) -> None:
+                run._in_turn(seconds, refine, entries)
+                refine(run, seconds, order, what)
 
             self._push(max(seconds, more), both, order, what)
 
@@ -120,11 +121,11 @@ class Search:
         space, sizes = self.space, self._once(order, Bounds.sizes, self.bounds, c, self.space)
         every = space.microbatches(c.layout)
         entries = ((more, (*first, n, last), space.choice(c.layout, every[n], c.mode)) for more, n in sizes)
-        self._in_turn(seconds, self._size, entries)
+        self._in_turn(seconds, Search._size, entries)
 
     def _size(self, seconds: float, order: Order, c: Choice) -> None:
         if self._once(order, LeastBytes.start, self.bounds.bytes, c, self.space) <= self.most:
-            self._push(seconds, self._shape, order, c)
+            self._push(seconds, Search._shape, order, c)
         else:
             self._lose(c)
 
@@ -132,7 +133,7 @@ class Search:
         bounds, space = self.bounds, self.space
         if self._once(order, LeastBytes.shape, bounds.bytes, c, space) <= self.most:
             more = self._once(order, Bounds.shape, bounds, c, space)
-            self._push(max(seconds, more), self._schedules, order, c)
+            self._push(max(seconds, more), Search._schedules, order, c)
         else:
             self._lose(c)
 
@@ -140,29 +141,29 @@ class Search:
         ways = self.space.schedules(c.layout)
         every = self._once(order, Bounds.schedules, self.bounds, c, self.space)
         entries = ((more, (*order, n), changed(c, layout=changed(c.layout, **ways[n]))) for more, n in every)
-        self._in_turn(seconds, self._schedule, entries)
+        self._in_turn(seconds, Search._schedule, entries)
 
     def _schedule(self, seconds: float, order: Order, c: Choice) -> None:
         smallest = changed(c, layout=self.space.leanest(c.layout))
         if self._once(order, LeastBytes.of, self.bounds.bytes, smallest, False) <= self.most:
             more = self._once(order, Bounds.schedule, self.bounds, c, self.space)
-            self._push(max(seconds, more), self._sharings, order, c)
+            self._push(max(seconds, more), Search._sharings, order, c)
         else:
             self.lost += len(self.space.ways_to_share(c.layout))
 
     def _sharings(self, seconds: float, order: Order, c: Choice) -> None:
         every = [changed(c, layout=layout) for layout in self.space.sharings(c.layout)]
-        sizes = self._once(order, LeastBytes.each, self.bounds.bytes, every)
+        sizes = self._once(order, list, map(self.bounds.bytes.of, every))
         for number, (one, size) in enumerate(zip(every, sizes, strict=True)):
             if size <= self.most:
                 place = *order, number
                 more = self._once(place, Bounds.sharing, self.bounds, one)
-                self._push(max(seconds, more), self._pipeline, place, one)
+                self._push(max(seconds, more), Search._pipeline, place, one)
             else:
                 self.lost += 1
 
     def _pipeline(self, seconds: float, order: Order, c: Choice) -> None:
-        self._push(max(seconds, self.bounds.simulated(c)), self._price, order, c)
+        self._push(max(seconds, self.bounds.simulated(c)), Search._price, order, c)
 
     def _price(self, seconds: float, order: Order, c: Choice) -> None:
         self.tried += 1

@@ -35,7 +35,7 @@ from fivefold.schedules.pipeline import FILLING, SCHEDULES, ends_upwards
 from fivefold.schedules.timelines import exposed_in_pieces
 from fivefold.sharding.layout import changed, largest
 
-ENDLESS = 1 - 1e-6  # of an endless microbatch's seconds are not spent on weights
+ENDLESS = 1 - 1e-6  # the share of an endless microbatch's seconds that does not go to weights
 
 
 class RankSeconds(NamedTuple):
@@ -58,8 +58,9 @@ class MicrobatchSeconds(NamedTuple):
 
 
 class Bounds:
-    """Lower bounds of the seconds and bytes of layouts of a model on a cluster. `start`, `shape`, `schedule`, `sharing`
-    and `simulated` bound the seconds: each is tighter than those before, and slower."""
+    """Lower bounds of the seconds and bytes of layouts of a model on a cluster. Those of the seconds, in the order in
+    which a search asks them: `family`, `start`, `shape`, `schedules`, `schedule`, `sharing`, `simulated`. Each is
+    tighter than those before, and slower."""
 
     def __init__(self, model: ModelSection, cluster: Cluster, software: Software):
         self.shared = SharedCosts(model, cluster, software)
@@ -67,8 +68,8 @@ class Bounds:
         self.model, self.cluster, self.software = model, cluster, software
         self._families: dict[Key, float] = {}
         self._starts: dict[Key, list[tuple[float, float, Choice]]] = {}
-        self.known: dict[Space, dict[Key, float]] = {}
-        """What a search has found, of each entry, for those that follow with other limits."""
+        self.known: dict[Space, dict[Key, Any]] = {}
+        """Bounds of each entry that a search has found, for those that follow with other limits."""
         self._many: dict[Key, MicrobatchSeconds] = {}
         self._pipelines: dict[Key, tuple[float, dict[Share, float]]] = {}
         self._sums: dict[Key, RankSeconds] = {}

@@ -37,10 +37,6 @@ class LeastBytes:
         this layout's is the one that keeps least."""
         return self._most(c, self.shared.bytes(c), [self._fullest(c)], buffers)
 
-    def each(self, choices: Sequence[Choice]) -> list[float]:
-        """`of`, of each choice."""
-        return [*map(self.of, choices)]
-
     def least(self, c: Choice, space: Space) -> float:
         """`start` or less, for the smallest microbatch of a shape and for all others."""
         x = c.layout
@@ -64,11 +60,10 @@ class LeastBytes:
     def _first(self, c: Choice, space: Space) -> Held:
         """The least of everything that the first rank holds under any schedule."""
         x = c.layout
-        key = (x.pp, c.count, x.tp > 1, x.cp > 1, x.ep > 1)
+        key = (x.pp, c.count, x.tp > 1, x.cp > 1, x.ep > 1)  # some schedules hold all microbatches
         if key not in self._firsts:
             ways = [changed(c, layout=changed(x, **way)) for way in space.schedules(x)]
-            held = [self.held(one, self.shared.positions(one.layout)[0]) for one in ways]
-            self._firsts[key] = _smallest(held)
+            self._firsts[key] = _smallest([self.held(w, self.shared.positions(w.layout)[0]) for w in ways])
         return self._firsts[key]
 
     def start(self, c: Choice, space: Space) -> float:
@@ -147,13 +142,13 @@ class LeastBytes:
         x, count = c.layout, _filling(c)
         key = (x.pp, x.schedule, x.virtual_stages, x.bare_ends, count, at.number)
         if key not in self._ranks:
-            self._ranks[key] = held(changed(c, count=count), at)
+            self._ranks[key] = held_by(changed(c, count=count), at)
         return self._ranks[key]
 
     def _ways(self, c: Choice, space: Space) -> list[tuple[Held, ...]]:
         """The same under every schedule of a shape that does not hold more of everything than another one."""
         x = c.layout
-        key = (x.pp, c.count, x.tp > 1, x.cp > 1, x.ep > 1)
+        key = (x.pp, c.count, x.tp > 1, x.cp > 1, x.ep > 1)  # as in `_first`
         if key not in self._fewest:
             choices = (changed(c, layout=changed(x, **way)) for way in space.schedules(x))
             found = self._fewest[key] = list[tuple[Held, ...]]()
@@ -222,7 +217,7 @@ def _smallest(ranks: Sequence[Held]) -> Held:
     return Held(part, live, False, True, ranks[0].once, ranks[0].alike and len(kinds) == 1)
 
 
-def held(c: Choice, at: Position) -> Held:
+def held_by(c: Choice, at: Position) -> Held:
     x, counts = c.layout, ((1,), (0,))
     if x.pp > 1:
         counts = most_live(x.schedule, at.number, x.pp, c.count, x.stages_per_rank)

@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from fivefold.host import cores
 from fivefold.plan.predict import Plan, price
-from fivefold.plan.search.best_first import ALL, Search
+from fivefold.plan.search.best_first import ALL, Order, Search
 from fivefold.plan.search.bound import Bounds
 from fivefold.plan.search.space import Choice, Space
 
-LONG = 2**13  # entries of a search; one process looks at them in about a second
+LONG = 2**13  # entries of a search; one process looks at them in a few seconds
 HALVES = 2
 
 
@@ -35,21 +35,23 @@ class Asked(NamedTuple):
 
 class Told(NamedTuple):
     """What a search has found. plan: of so many seconds; None: those to come take at least as many. lost: layouts
-    that do not fit, so far. looked: entries that it has refined. peak: bytes of the plan."""
+    that do not fit, so far. looked: entries that it has refined. peak, order: bytes of the plan, and its place in
+    the space, which tell equally fast ones apart."""
 
     seconds: float
     lost: int
     plan: Plan | Choice | None
     looked: int = 0
     peak: float = 0.0
+    order: Order = ()
 
 
 class Halves:
     """Searches of a space, with caches that they share. lost: layouts that do not fit, of those that the last of them
     looked at.
 
-    Two processes take them where the system copies a process safely: on Linux, without other threads here. They begin
-    with all bounds that are known. two: at once; None: once the first search has taken long.
+    Two processes take them where the system copies a process safely: on Linux, without other threads here. two: at
+    once. None: a search that takes long starts again in two processes, which know all bounds found so far.
     """
 
     def __init__(self, space: Space, bounds: Bounds, two: bool | None = None):
@@ -75,11 +77,10 @@ class Halves:
         heads = [next(answer) for answer in answers]
         lost, found = [0] * len(heads), False
         while True:
-            seconds, _, number = min((head.seconds, head.peak, number) for number, head in enumerate(heads))
-            head = heads[number]
+            number, head = min(enumerate(heads), key=lambda one: (one[1].seconds, one[1].peak, one[1].order))
             lost[number] = head.lost
             self.lost = sum(lost)
-            if seconds == math.inf:
+            if head.seconds == math.inf:
                 return
             if head.plan:
                 found = True
@@ -122,8 +123,8 @@ def _search(space: Space, bounds: Bounds, asked: Asked, part: slice) -> Iterator
         space = replace(space, indivisible=True)
     run = Search(space, bounds, asked.most, asked.below, part)
     if asked.every:
-        for seconds, plan in run.progress():
-            yield Told(seconds, run.lost, plan, run.looked, plan.peak_bytes if plan else 0.0)
+        for seconds, order, plan in run.progress():
+            yield Told(seconds, run.lost, plan, run.looked, plan.peak_bytes if plan else 0.0, order)
     plan = None if asked.every else run.glimpse()
     yield Told(math.inf, run.lost, plan)
 

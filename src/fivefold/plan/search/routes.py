@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fivefold.plan.search.shared import Costs, Share, SharedCosts
-from fivefold.schedules.pipeline import FILLING, SCHEDULES, ends_upwards
+from fivefold.schedules.pipeline import SCHEDULES, ends_upwards
 from fivefold.sharding.layout import Layout, changed
 
 
@@ -72,9 +72,7 @@ def _longest(one: Routes) -> float:
 
 
 def _routes(shared: SharedCosts, x: Layout, microbatches: int) -> Routes:
-    upwards = x.pp == 1 or ends_upwards(
-        x.schedule, x.pp, min(microbatches, FILLING * x.pp), x.stages_per_rank
-    )
+    upwards = x.pp == 1 or ends_upwards(x.schedule, x.pp, microbatches, x.stages_per_rank)
     every = [Route(at.before, at.part, upwards) for at in shared.groups(x)]
     longest = [one for one in every if not any(one != other and one.under(other) for other in every)]
     return Routes(x.copies, x.splits_backward, SCHEDULES[x.schedule].paired, longest)

@@ -429,12 +429,16 @@ def _most_live(
     return _live(count, stages)
 
 
-@cache
 def ends_upwards(name: str, ranks: int, microbatches: int, chunks: int) -> bool:
     """True if every backward is one action, and each rank's last action is the backward of its first stage. Then the
     backward of all earlier stages comes after a rank's end."""
+    return _ends_upwards(name, ranks, min(microbatches, FILLING * ranks), chunks)
+
+
+@cache
+def _ends_upwards(name: str, ranks: int, microbatches: int, chunks: int) -> bool:
     for rank in range(ranks):
-        row = build_row(name, rank, ranks, min(microbatches, FILLING * ranks), chunks)
+        row = build_row(name, rank, ranks, microbatches, chunks)
         if row[-1].kind != "B" or row[-1].stage != min(row).stage or any(kind == "I" for _, kind, _ in row):
             return False
     return True
