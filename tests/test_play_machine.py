@@ -334,7 +334,7 @@ def test_a_command_ends_with_all_that_it_started(
     commands, children = Commands(), list[int]()
 
     def start(name: str) -> Command:
-        command = commands.start("kind", [name])
+        command = commands.start("machine", [name])
         while not (path := tmp_path / f"child-{name}").exists() or not path.read_text():
             time.sleep(0.01)
         children.append(int(path.read_text()))
@@ -353,7 +353,7 @@ def test_a_command_ends_with_all_that_it_started(
     with pytest.raises(UserError, match=r"^stopped$"):
         third.result()
     with pytest.raises(UserError, match="the server ends"):
-        commands.start("kind", ["d"])
+        commands.start("machine", ["d"])
     until = time.monotonic() + 20
     while not all(map(gone, children)):  # killed, which a busy machine takes a moment for
         assert time.monotonic() < until
