@@ -283,7 +283,7 @@ def test_what_a_sequence_takes_in_a_huge_microbatch_bounds_all_sizes(
     space = space_of(load(name, ["train.microbatch_size=none", *sets], "dp=1"), parse(cluster))
     bounds, fastest = bounds_of(space), math.inf
     for number in range(len(space.families)):
-        for seconds, size, start in bounds.starts(space, number):
+        for ((seconds, _), *_), size, start in bounds.starts(space, number):
             assert bounds.family(space, number) <= seconds, start
             sizes = {at: bound for bound, at in bounds.sizes(start, space)}
             for at, c in enumerate(space.sizes(start)):

@@ -14,7 +14,7 @@ from operator import itemgetter
 from typing import Any
 
 from fivefold.plan.predict import Plan, held, price
-from fivefold.plan.search.bound import Bounds
+from fivefold.plan.search.bound import Bounds, Sizes
 from fivefold.plan.search.bound_bytes import LeastBytes
 from fivefold.plan.search.space import Choice, Space
 from fivefold.plan.time.time import step
@@ -71,10 +71,10 @@ class Search:
 
     def _family(self, seconds: float, order: Order, number: int) -> None:
         ways = len(self.space.modes) * len(self.space.precisions)
-        for index, (more, size, choice) in enumerate(self.bounds.starts(self.space, number)):
+        for index, (sizes, size, choice) in enumerate(self.bounds.starts(self.space, number)):
             if size <= self.most:
                 place = number, index // ways, 0, index % ways
-                self._push(max(seconds, more), Search._sizes, place, choice)
+                self._push(max(seconds, sizes[0][0]), Search._sizes, place, (choice, sizes))
             else:
                 self._lose(choice, len(self.space.microbatches(choice.layout)))
 
@@ -115,10 +115,9 @@ class Search:
 
             self._push(max(seconds, more), both, order, what)
 
-    def _sizes(self, seconds: float, order: Order, c: Choice) -> None:
+    def _sizes(self, seconds: float, order: Order, start: tuple[Choice, Sizes]) -> None:
         """A start with each size of a microbatch."""
-        *first, _, last = order
-        space, sizes = self.space, self._once(order, Bounds.sizes, self.bounds, c, self.space)
+        (*first, _, last), (c, sizes), space = order, start, self.space
         every = space.microbatches(c.layout)
         entries = ((more, (*first, n, last), space.choice(c.layout, every[n], c.mode)) for more, n in sizes)
         self._in_turn(seconds, Search._size, entries)
@@ -132,7 +131,9 @@ class Search:
     def _shape(self, seconds: float, order: Order, c: Choice) -> None:
         bounds, space = self.bounds, self.space
         if self._once(order, LeastBytes.shape, bounds.bytes, c, space) <= self.most:
-            more = self._once(order, Bounds.shape, bounds, c, space)
+            more = 0.0  # where costs are exact, the entry has its bound since `Bounds.sizes`
+            if not bounds.shared.exact:
+                more = self._once(order, Bounds.shape, bounds, c, space)
             self._push(max(seconds, more), Search._schedules, order, c)
         else:
             self._lose(c)

@@ -36,6 +36,7 @@ from fivefold.schedules.timelines import exposed_in_pieces
 from fivefold.sharding.layout import changed, largest
 
 ENDLESS = 1 - 1e-6  # the share of an endless microbatch's seconds that does not go to weights
+Sizes = list[tuple[float, int]]
 
 
 class RankSeconds(NamedTuple):
@@ -67,7 +68,7 @@ class Bounds:
         self.bytes = LeastBytes(self.shared)
         self.model, self.cluster, self.software = model, cluster, software
         self._families: dict[Key, float] = {}
-        self._starts: dict[Key, list[tuple[float, float, Choice]]] = {}
+        self._starts: dict[Key, list[tuple[Sizes, float, Choice]]] = {}
         self.known: dict[Space, dict[Key, Any]] = {}
         """Bounds of each entry that a search has found, for those that follow with other limits."""
         self._many: dict[Key, MicrobatchSeconds] = {}
@@ -95,11 +96,11 @@ class Bounds:
             self._families[space, number] = least
         return self._families[space, number]
 
-    def starts(self, space: Space, number: int) -> list[tuple[float, float, Choice]]:
-        """(seconds, bytes, choice) of each start of a family: bounds for all its sizes of a microbatch."""
+    def starts(self, space: Space, number: int) -> list[tuple[Sizes, float, Choice]]:
+        """(`sizes`, bytes, choice) of each start of a family. bytes: a bound for all its sizes of a microbatch."""
         if (space, number) not in self._starts:
             self._starts[space, number] = [
-                (self.sizes(c, space)[0][0], self.bytes.least(c, space), c)
+                (self.sizes(c, space), self.bytes.least(c, space), c)
                 for c in space.starts(space.families[number])
             ]
         return self._starts[space, number]
@@ -109,7 +110,7 @@ class Bounds:
         found = math.inf
         for seconds, number in sorted((self.family(space, n), n) for n in range(len(space.families))):
             if seconds < found:
-                found = min(found, *(start for start, _, _ in self.starts(space, number)))
+                found = min(found, *(sizes[0][0] for sizes, *_ in self.starts(space, number)))
         return found if space.families else 0.0
 
     def fastest(self, choices: Sequence[Choice], space: Space) -> Iterator[Choice]:
@@ -124,7 +125,7 @@ class Bounds:
             else:
                 heapq.heappush(heap, (self.shape(choices[number], space), 1, number))
 
-    def sizes(self, c: Choice, space: Space) -> list[tuple[float, int]]:
+    def sizes(self, c: Choice, space: Space) -> Sizes:
         """(seconds, its number) of each size of a start's microbatch, the least first."""
         bound = self.shape if self.shared.exact else self.start
         return sorted((bound(one, space), number) for number, one in enumerate(space.sizes(c)))
