@@ -41,6 +41,8 @@ ELSEWHERE = {
     "data/stream.py open_stream wait": HOSTS,
     "launch/local.py launch wait": HOSTS,
     "launch/ranks.py _meet wait": HOSTS,
+    "play/commands.py Command.result wait": HOSTS,
+    "play/commands.py Command.stop wait": HOSTS,
     "play/jobs.py Jobs.follow wait": HOSTS,
     "play/talk.py Talker._read wait": HOSTS,
     "parallel/expert.py AllToAll.forward wait": "calls Leaving.wait, which is tried: here for padded messages",
