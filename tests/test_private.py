@@ -190,5 +190,7 @@ def test_private_names_stand_in_one_file() -> None:
                 and file.name != "private.py"
             ):
                 found.append(f"{file.name}: {ast.unparse(node)}")
-    own = re.compile(r": (self\.|scores\._replace$|_Run\(|sys\._(getframe|current_frames)|os\._exit|torch\._foreach_)")
+    own = re.compile(
+        r": (self\.|scores\._replace$|_Run\(|sys\._(getframe|current_frames)|os\._exit|torch\._foreach_)"
+    )
     assert [name for name in found if not own.search(name)] == []
