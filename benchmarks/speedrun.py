@@ -70,9 +70,8 @@ def main() -> None:
     if args.time:
         found["step_s"] = timed()
         save(found, args.out)
-    if found["step_s"]:
-        found["summary"] = summary(found, args.steps)
-        save(found, args.out)
+    found["summary"] = summary(found, args.steps)
+    save(found, args.out)
     print("\n".join(table(found, args.steps)))
 
 
@@ -146,9 +145,14 @@ def summary(found: dict[str, Any], steps: int) -> dict[str, Any]:
     made: dict[str, Any] = {"recipes": {}, "techniques": {}}
     for form, length in ((GOAL, GOAL_STEPS), (WHOLE, steps)):
         if rows := [run for key, run in runs.items() if (key[0], key[2]) == (form, length)]:
-            each = found["step_s"].get(form, math.nan)
+            each = found["step_s"].get(form)
             means = {key: fmean(row[key] for row in rows) for key in ("val_loss", "test_bits_per_byte")}
-            made["recipes"][form] = {"seeds": len(rows), "steps": length, **means, "seconds": length * each}
+            made["recipes"][form] = {
+                "seeds": len(rows),
+                "steps": length,
+                **means,
+                "seconds": each and length * each,
+            }
     for form in FORMS:
         base = WHOLE if form == "windows" else "windows"
         gains = [
@@ -158,7 +162,7 @@ def summary(found: dict[str, Any], steps: int) -> dict[str, Any]:
         ]
         if len(gains) > 1:
             gain, error = fmean(gains), stdev(gains) / math.sqrt(len(gains))
-            step_s = [found["step_s"].get(one, math.nan) for one in (form, base)]
+            step_s = [found["step_s"].get(one) for one in (form, base)]
             made["techniques"][form] = {
                 "pairs": len(gains), "gain": gain, "error": error, "helps": "yes" if gain > 2 * error else "no",
                 "without_s": step_s[0], "with_s": step_s[1],
@@ -168,18 +172,22 @@ def summary(found: dict[str, Any], steps: int) -> dict[str, Any]:
 
 def table(found: dict[str, Any], steps: int) -> list[str]:
     made = summary(found, steps)
-    lines = ["| Recipe | Seeds | Steps | Validation loss | Test bits per byte | Seconds |", "|---" * 6 + "|"]
+    lines = ["| Recipe | Seeds | Steps | Validation loss | Test bits per byte | Time |", "|---" * 6 + "|"]
     for form, row in made["recipes"].items():
         cells = f"{row['seeds']} | {row['steps']} | {row['val_loss']:.3f} | {row['test_bits_per_byte']:.3f}"
-        lines.append(f"| `{form}` | {cells} | {row['seconds']:.0f} |")
+        lines.append(f"| `{form}` | {cells} | {shown(row['seconds'], '.0f')} |")
     head = (
         "| Technique | Pairs | Test bits that it saves | Standard error | Step without it | With it | Helps |"
     )
     lines += ["", head, "|---" * 7 + "|"]
     for form, row in made["techniques"].items():
-        cells = f"{row['pairs']} | {row['gain']:+.4f} | {row['error']:.4f} | {row['without_s']:.3f} s"
-        lines.append(f"| `{form}` | {cells} | {row['with_s']:.3f} s | {row['helps']} |")
+        cells = f"{row['pairs']} | {row['gain']:+.4f} | {row['error']:.4f} | {shown(row['without_s'], '.3f')}"
+        lines.append(f"| `{form}` | {cells} | {shown(row['with_s'], '.3f')} | {row['helps']} |")
     return lines
+
+
+def shown(seconds: float | None, form: str) -> str:
+    return "-" if seconds is None else f"{seconds:{form}} s"
 
 
 def save(found: dict[str, Any], out: Path) -> None:
