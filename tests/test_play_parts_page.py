@@ -153,10 +153,15 @@ def test_talk(browser: Browser, play: Play) -> None:
     assert page.all("document.querySelectorAll('.detail meter').length") >= 5
     page.give("Temperature", 0)
     page.give("Tokens", 10_000)
+    page.all("""new MutationObserver((_, seen) => {  // in the page, since the answer may end soon by itself
+      const stop = [...document.querySelectorAll('button')].find((one) => one.textContent === 'Stop');
+      if (stop.disabled || document.querySelectorAll('.token').length < 5) return;
+      seen.disconnect();
+      stop.click();
+      document.body.dataset.stopped = 'yes';
+    }).observe(document.body, { childList: true, subtree: true })""")
     page.press("Continue")
-    page.wait("document.querySelectorAll('.token').length > 5")
-    page.press("Stop")
-    page.wait(DONE)
+    page.wait(f"document.body.dataset.stopped && {DONE}")
     page.check()
     page.give("Run", "plain")
     page.wait(f"{READY} && document.querySelector('button.main').textContent === 'Send'")
