@@ -105,10 +105,8 @@ def probe(
 ) -> Probe:
     """The instrument behind `trace`. first: traces the run's first step instead. work: what is traced instead of a
     step, such as a validation; given the state before the step and the step's microbatches."""
-    recipe, layout = (
-        recipe.model_copy(update={"model": recipe.model.grown}),
-        Layout.from_recipe(recipe.layout),
-    )
+    recipe = recipe.model_copy(update={"model": recipe.model.grown})
+    layout = Layout.from_recipe(recipe.layout)
     fake = FakeMode(partial(chosen_elements, recipe.model, recipe.model.seq_len // layout.cp))
     with ExitStack() as stack:
         ranks = stack.enter_context(one_of(rank, layout.ranks, device))
