@@ -33,7 +33,7 @@ from quickstart_quality import test_files
 RESULTS = Path(__file__).parent / "results" / "speedrun.json"
 PROGRAM = [sys.executable, "-c", "from fivefold.cli.main import main; main()"]
 WHOLE, GOAL, STEPS, GOAL_STEPS = "speedrun", "quickstart", 400, 600
-FULL = ["model.sliding_window=0", "model.window_ramp="]
+EARLIER = ["model.sliding_window=0", "model.window_ramp=", "model.skips=true"]
 WITHOUT = {
     "windows": [],
     "muon": ["optim.name=adamw", "optim.lr=2.5e-3"],
@@ -44,12 +44,16 @@ WITHOUT = {
     "tied": ["model.tie_embeddings=false"],
     "long_decay": ["optim.decay_fraction=0.2"],
 }
-"""The techniques, and the recipe without each. Windows came last: all parts but theirs were measured without them.
-(QK-clip is none: norms limit its scores.)"""
+"""The techniques, and the recipe as it was without each. Its windows came last, and its skips went then: all parts but
+these two were measured without the one and with the other. (QK-clip is none: norms limit its scores.)"""
 WITHOUT["all_but_muon"] = [
     one for name, sets in WITHOUT.items() if name not in ("muon", "tied") for one in sets
 ]
-FORMS = {name: [*sets, *FULL] for name, sets in WITHOUT.items()}
+FORMS = {"with_skips": ["model.skips=true"]} | {
+    name: [*EARLIER, *sets] for name, sets in WITHOUT.items()
+}
+BASES = {"with_skips": WHOLE, "windows": "with_skips"}
+"""What a form is compared with, if not with `windows`."""
 
 
 def main() -> None:
@@ -154,7 +158,7 @@ def summary(found: dict[str, Any], steps: int) -> dict[str, Any]:
                 "seconds": each and length * each,
             }
     for form in FORMS:
-        base = WHOLE if form == "windows" else "windows"
+        base = BASES.get(form, "windows")
         gains = [
             run["test_bits_per_byte"] - runs[whole]["test_bits_per_byte"]
             for key, run in runs.items()
