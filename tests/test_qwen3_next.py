@@ -9,7 +9,7 @@ import pytest
 import torch
 from exported import read_by_transformers
 from families import overrides
-from layouts import tiny
+from layouts import compared, tiny
 from marks import only
 from ranks import run_ranks
 from safetensors.torch import load_file
@@ -280,6 +280,15 @@ def test_vectors_in_one_tensor_are_no_matrices() -> None:
     linear = {f"blocks.{n}.attention.conv_vectors" for n in (0, 2)}
     assert left == linear | {f"blocks.{n}.mlp.shared_gate_vectors" for n in range(4)}
     assert card.rounded.isdisjoint(left)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp=2,tp=2,zero=1", "dp=2,ep=2,zero=3", "tp=2,sp=true", "cp=2", "pp=2"])
+def test_muon_on_layouts(tmp_path, layout: str) -> None:
+    """Vectors in one tensor are updated whole or in parts, matrices are not."""
+    recipe = tiny(tmp_path, layout, *overrides("qwen3_next"), "model.kv_heads=2", "optim.name=muon")
+    report = compared(recipe)
+    assert report.passed, report.figures
 
 
 def test_flops_are_those_of_the_rule() -> None:
