@@ -175,6 +175,22 @@ def test_nodes_of_other_sizes() -> None:
     assert parse("a100").devices == 0
 
 
+def test_boards_of_four_have_no_switch(tmp_path) -> None:
+    """Half of a node of eight says what its switch adds."""
+    link = PRESETS["h100"].intra
+    four, file = parse("h100:2x4"), 'base = "h100"\ndevices_per_node = 4\n'
+    assert (four.intra.mesh, four.intra.reduce) == (True, None)
+    for ranks, slower in ((2, 3), (3, 1.5), (4, 1)):
+        members = communication.Group(ranks, ranks)
+        switched, paired = (collective("all_gather", 1e9, members, one) for one in (parse("h100:8"), four))
+        assert paired == pytest.approx(slower * switched, rel=0.05), ranks
+    assert parse(str(written(tmp_path, file))).intra == four.intra
+    half = parse(f"{written(tmp_path, file + 'switch_gb_s = 300')}:2x4").intra
+    assert (half.mesh, half.reduce) == (False, 300e9)
+    assert parse("h100:4x2").intra == link
+    assert parse("h100:2x8").intra == link
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -129,6 +129,9 @@ PRESETS = {
 }  # fmt: skip
 
 
+_PAIRED = ("a100-40gb", "a100", "h100", "h200")
+"""Devices that are also sold on boards of 4 without switches, where each pair has a third of a device's links (NVIDIA,
+"Introducing NVIDIA HGX H100")."""
 LOCAL = "local"
 _BASES = f"a preset, one of {', '.join(PRESETS)}, or local"
 
@@ -215,7 +218,14 @@ def _sized(cluster: Cluster, count: str, text: str) -> Cluster:
     if found[2] and not cluster.connected:
         raise UserError(f"cluster '{text}': this machine is one node; write local:{devices}")
     sized = cluster.for_ranks(devices)
-    return replace(sized, per_node=int(found[2])) if found[2] else sized
+    return _in_nodes(sized, int(found[2])) if found[2] else sized
+
+
+def _in_nodes(cluster: Cluster, per_node: int) -> Cluster:
+    """The cluster with so many devices on each node."""
+    paired = per_node == 4 != cluster.per_node and cluster.device.sheet in _PAIRED
+    intra = replace(cluster.intra, mesh=True, reduce=None) if paired else cluster.intra
+    return replace(cluster, per_node=per_node, intra=intra)
 
 
 @dataclass(frozen=True)
@@ -307,7 +317,10 @@ def _described(path: Path, what: str) -> tuple[Cluster, bool]:
         whole = {"intra_share": 1.0, "inter_share": 1.0} | values
         return _changed(bare, whole, torus, path.stem), "inter_gb_s" in values
     if base != LOCAL:
-        return _changed(PRESETS[base], values, torus, path.stem), True
+        cluster = PRESETS[base]
+        if "switch_gb_s" not in values:
+            cluster = _in_nodes(cluster, int(values.get("devices_per_node", cluster.per_node)))
+        return _changed(cluster, values, torus, path.stem), True
     if wrong := ["torus"] * bool(torus) + [key for key in values if key not in _OF_HOSTS]:
         raise UserError(
             f"cluster '{path}': {wrong[0]}: the base is this machine, as it was measured "
