@@ -49,10 +49,13 @@ these two were measured without the one and with the other. (QK-clip is none: no
 WITHOUT["all_but_muon"] = [
     one for name, sets in WITHOUT.items() if name not in ("muon", "tied") for one in sets
 ]
-FORMS = {"with_skips": ["model.skips=true"]} | {
-    name: [*EARLIER, *sets] for name, sets in WITHOUT.items()
+ADDED = {
+    "with_skips": ["model.skips=true"],
+    "untied_late": ["model.tie_embeddings=false", f"model.untie_step={2 * STEPS // 3}"],
 }
-BASES = {"with_skips": WHOLE, "windows": "with_skips"}
+"""What the recipe does not have, and how it would."""
+FORMS = ADDED | {name: [*EARLIER, *sets] for name, sets in WITHOUT.items()}
+BASES = dict.fromkeys(ADDED, WHOLE) | {"windows": "with_skips"}
 """What a form is compared with, if not with `windows`."""
 
 
@@ -165,8 +168,9 @@ def summary(found: dict[str, Any], steps: int) -> dict[str, Any]:
             if (key[0], key[2]) == (form, steps) and (whole := (base, *key[1:])) in runs
         ]
         if len(gains) > 1:
-            gain, error = fmean(gains), stdev(gains) / math.sqrt(len(gains))
-            step_s = [found["step_s"].get(one) for one in (form, base)]
+            sign, pair = (-1, (base, form)) if form in ADDED else (1, (form, base))
+            gain, error = sign * fmean(gains), stdev(gains) / math.sqrt(len(gains))
+            step_s = [found["step_s"].get(one) for one in pair]
             made["techniques"][form] = {
                 "pairs": len(gains), "gain": gain, "error": error, "helps": "yes" if gain > 2 * error else "no",
                 "without_s": step_s[0], "with_s": step_s[1],

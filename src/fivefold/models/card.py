@@ -21,7 +21,7 @@ from fivefold.models.mixture_work import mixture
 from fivefold.models.operations import ByKind, Matmul, Operation, Program, Saved, Sizes, Work
 from fivefold.models.section import ModelSection
 from fivefold.models.tables import ahead, under
-from fivefold.sharding.parts import TIED, Cut, Shape, is_matrix, matching
+from fivefold.sharding.parts import OUTPUT, TIED, Cut, Shape, is_matrix, matching
 
 if TYPE_CHECKING:
     cached = property  # the Protocol `Model` has properties
@@ -351,7 +351,7 @@ class Card(ABC):
     def output(self) -> dict[str, Shape]:
         """The output layer's weight, if it has its own."""
         model = self.model
-        return {} if model.tie_embeddings else {"head.weight": (model.vocab_size or 0, model.dim)}
+        return {} if model.tie_embeddings else {OUTPUT: (model.vocab_size or 0, model.dim)}
 
 
 @lru_cache(maxsize=256)

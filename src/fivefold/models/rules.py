@@ -229,6 +229,7 @@ FREE = {
     "init_std",
     "zero_init",
     "window_ramp",
+    "untie_step",
     "depth",
     "base_dim",
     "base_layers",

@@ -26,9 +26,8 @@ from fivefold.sharding.layout import Layout, index_in
 Shape = tuple[int, ...]
 Columns = tuple[Span, ...]
 Ranges = tuple[Columns, ...]
-TIED = "embed.weight"
-"""The parameter that the output layer shares if embeddings are tied."""
-
+TIED, OUTPUT = "embed.weight", "head.weight"
+"""The parameter that the output layer shares if embeddings are tied, and the output layer's own if not."""
 
 STACKED = ("bias", "vectors")
 """Endings of the names of vectors that lie in one tensor: biases of experts, filters of a convolution, a gate's row."""

@@ -31,6 +31,7 @@ from fivefold.optim.signs import PASSES
 from fivefold.parallel.mesh import Mesh, Microbatch, Share
 from fivefold.parallel.replica import gradient_square
 from fivefold.recipe import FaultsSection, OptimSection, Recipe
+from fivefold.sharding.parts import OUTPUT, TIED
 from fivefold.step import curvature
 from fivefold.step.state import State
 
@@ -157,6 +158,10 @@ def take_step(
     share = forward_backward(state, microbatches, recipe.train.seed)
     if complete is not None:
         complete()
+    tied = ends(state) if state.step < recipe.model.untie_step else []
+    for embedding, output in tied:  # the norm counts their sum once
+        embedding += output
+        output.zero_()
     more = dict(inspect() or {})
     seconds = own_seconds(state.mesh.axis("all"), state.step)
     asks = STOP if stop_wanted() else SAVE if save_wanted() else 0.0
@@ -172,6 +177,8 @@ def take_step(
         loss, norm, asked, ruined = means.unbind()
     verdict = judge(state.usual, loss, norm, recipe.faults, ruined)
     state.usual = verdict.usual
+    for embedding, output in tied:
+        output.copy_(embedding)
     with span("update"):
         lr, diverging = update(state, recipe.optim, own_norm, verdict.skip, recipe.train.steps, verdict.bad)
     more |= {**verdict.figures, "nonfinite": diverging}
@@ -275,6 +282,12 @@ def set_windows(state: State, model: ModelSection, window: int) -> None:
         for number, block in stage.blocks.items():  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
             if model.window(int(number)):
                 block.attention.window = window
+
+
+def ends(state: State) -> list[tuple[Tensor, Tensor]]:
+    """The gradients of embedding and output layer, of which a rank has the same rows."""
+    gradients = [replica.gradients for replica in state.parallel.replicas]
+    return [(each[TIED], each[OUTPUT]) for each in gradients if TIED in each]
 
 
 def counted_once(mesh: Mesh) -> float:
