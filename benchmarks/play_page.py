@@ -3,6 +3,7 @@ slower a training is beside it.
 
     PYTHONPATH=tests python benchmarks/play_page.py [--out benchmarks/results/play_page.json]
     PYTHONPATH=tests python benchmarks/play_page.py --training [--out benchmarks/results/play_training.json]
+    PYTHONPATH=tests python benchmarks/play_page.py --first [--out benchmarks/results/play_first.json]
 
 First paint: from the navigation until the curve, or every run's figures, stand on the page (a median of some; the
 server has read the run before, or not), and the processor time of the server and of the page's thread until then.
@@ -14,6 +15,9 @@ Training: in each turn the quickstart trains without a server, beside a server t
 that watches it, in an order that changes from turn to turn. A turn's figure is the median of the run's step times
 without the first third, divided by that of the run without a server. The spread over turns is the resolution of the
 measurement.
+
+First: from `fivefold play` in an empty folder, with an empty cache, and a click on Train, until a loss stands on the
+page, and until each sample of the quickstart does.
 """
 
 from __future__ import annotations
@@ -181,6 +185,33 @@ def many_runs(browser: Browser, folder: Path) -> dict[str, object]:
     }
 
 
+def first_run(browser: Browser, folder: Path) -> dict[str, object]:
+    """Seconds until the page has a loss, and until each sample with its text, since the server was started."""
+    (folder / "runs").mkdir(parents=True)
+    os.environ["FIVEFOLD_CACHE"] = str(folder / "cache")
+    began = time.monotonic()
+    process, url = serving(folder / "runs")
+    samples = "[...document.querySelectorAll('.sample pre')].map((one) => one.textContent)"
+    button = "[...document.querySelectorAll('.starter button')].find((one) => one.textContent === 'Train')"
+    texts = dict[str, float]()
+    try:
+        browser.call("Page.navigate", url=url)
+        until(browser, button)
+        shown = time.monotonic() - began
+        browser.evaluate(f"{button}.click()")
+        until(browser, "/^[1-9]/.test(document.querySelector('.figures dd')?.textContent)")
+        loss = time.monotonic() - began
+        while not browser.evaluate("/complete/.test(document.querySelector('.head .lead').textContent)"):
+            for text in browser.evaluate(samples):
+                texts.setdefault(text, round(time.monotonic() - began, 1))
+            time.sleep(0.2)
+    finally:
+        process.terminate()
+        process.wait()
+    found = [{"seconds": seconds, "text": text} for text, seconds in texts.items()]
+    return {"page_s": round(shown, 1), "first_loss_s": round(loss, 1), "samples": found}
+
+
 WAYS = ("absent", "closed", "open")
 
 
@@ -258,6 +289,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--training", action="store_true")
+    parser.add_argument("--first", action="store_true")
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--layout", default="dp=2")
@@ -266,7 +298,9 @@ def main() -> None:
     assert program, "no Chromium"
     with tempfile.TemporaryDirectory() as name, Browser(program, timeout=60) as browser:
         found: dict[str, object] = {"cores": cores(), "load_before": os.getloadavg()[0]}
-        if given.training:
+        if given.first:
+            found |= first_run(browser, Path(name) / "first")
+        elif given.training:
             found |= training(browser, Path(name) / "runs", given.turns, given.steps, given.layout)
         else:
             found["one_run"] = one_run(browser, Path(name) / "one")
