@@ -15,8 +15,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import math
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -33,6 +35,7 @@ from unittest import mock
 PATIENCE = float(os.environ.get("FIVEFOLD_TEST_PATIENCE", "1"))
 START_S = 300  # for the ranks of a pool to start
 GRACE_S = 2  # how long the others may go on after one rank has raised
+ROOM = 8 << 30  # bytes of memory: a rank grows to 1 GB over many tests, and other tests take several
 _servers = multiprocessing.get_context("forkserver")
 _servers.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "fivefold.train.run"])
 
@@ -132,14 +135,25 @@ class Pool:
             del _pools[self.world]
 
 
-_pools: dict[int, Pool] = {}
+_pools: dict[int, Pool] = {}  # the last used is the last
 
 
 def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 30) -> list[Any]:
-    """Runs a function on every rank of a pool of `world` ranks, which is started if there is none yet."""
-    if world not in _pools:
-        _pools[world] = Pool(world)
+    """Runs a function on every rank of a pool of `world` ranks, which is started if there is none yet. Where memory is
+    scarce, those that were not used for longest end."""
+    pool = _pools.pop(world, None)
+    while _pools and free_memory() < ROOM:
+        next(iter(_pools.values())).close()
+    _pools[world] = pool or Pool(world)
     return _pools[world].run(function, *arguments, timeout_s=timeout_s)
+
+
+def free_memory() -> float:
+    """Bytes that processes may still take; infinite where the system does not say."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text()):
+            return int(found[1]) * 1024
+    return math.inf
 
 
 @atexit.register

@@ -163,7 +163,7 @@ def test_frozen_blocks() -> None:
     fixed, whole = traced(recipe_of("dp=1", "llama", *sets, freeze), recipe_of("dp=1", "llama", *sets))
     first, second, third = (Block(**one) for one in fixed["blocks"].values())
     assert list(fixed["blocks"])[1] == (
-        "none without gradients of its input, attention.out.weight, attention.qkv.weight"
+        "none, a block without gradients of its input, attention.out.weight, attention.qkv.weight"
     )
     assert (first.graphs, first.kept, first.kernels[1]) == (1, [], 0)
     assert third == block(whole)
@@ -194,7 +194,7 @@ def test_blocks_that_fp8_skips_are_a_kind() -> None:
     sets = ["precision.mode=fp8", "precision.fp8_scaling=tensor", "precision.fp8_skip_last=1"]
     [answer] = traced(recipe_of("dp=1", "llama", *WIDE, *sets))
     rounded, plain = (Block(**one) for one in answer["blocks"].values())
-    assert list(answer["blocks"]) == ["none", "none in bf16"]
+    assert list(answer["blocks"]) == ["none, a block", "none, a block in bf16"]
     assert rounded.kernels > plain.kernels
     assert sum(plain.kept) != sum(rounded.kept)
 
