@@ -45,13 +45,14 @@ WITHOUT = {
     "long_decay": ["optim.decay_fraction=0.2"],
 }
 """The techniques, and the recipe as it was without each. Its windows came last, and its skips went then: all parts but
-these two were measured without the one and with the other. (QK-clip is none: norms limit its scores.)"""
+the windows' were measured without windows, and all but the skips' with skips. (QK-clip is none: norms limit its
+scores.)"""
 WITHOUT["all_but_muon"] = [
     one for name, sets in WITHOUT.items() if name not in ("muon", "tied") for one in sets
 ]
 ADDED = {
     "with_skips": ["model.skips=true"],
-    "untied_late": ["model.tie_embeddings=false", f"model.untie_step={2 * STEPS // 3}"],
+    "untied_late": ["model.tie_embeddings=false", f"model.untie_step={2 * STEPS // 3}"],  # of STEPS
 }
 """What the recipe does not have, and how it would."""
 FORMS = ADDED | {name: [*EARLIER, *sets] for name, sets in WITHOUT.items()}

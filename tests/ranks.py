@@ -35,7 +35,9 @@ from unittest import mock
 PATIENCE = float(os.environ.get("FIVEFOLD_TEST_PATIENCE", "1"))
 START_S = 300  # for the ranks of a pool to start
 GRACE_S = 2  # how long the others may go on after one rank has raised
-ROOM = 8 << 30  # bytes of memory: a rank grows to 1 GB over many tests, and other tests take several
+ROOM = (
+    8 << 30
+)  # bytes of memory, or a third of it: a rank grows to 1 GB over many tests, and others take several
 _servers = multiprocessing.get_context("forkserver")
 _servers.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "fivefold.train.run"])
 
@@ -142,16 +144,16 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout
     """Runs a function on every rank of a pool of `world` ranks, which is started if there is none yet. Where memory is
     scarce, those that were not used for longest end."""
     pool = _pools.pop(world, None)
-    while _pools and free_memory() < ROOM:
+    while _pools and memory("MemAvailable") < min(ROOM, memory("MemTotal") / 3):
         next(iter(_pools.values())).close()
     _pools[world] = pool or Pool(world)
     return _pools[world].run(function, *arguments, timeout_s=timeout_s)
 
 
-def free_memory() -> float:
-    """Bytes that processes may still take; infinite where the system does not say."""
+def memory(key: str) -> float:
+    """Bytes of this machine's memory, by a key of /proc/meminfo; infinite where there is none."""
     with contextlib.suppress(OSError):
-        if found := re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text()):
+        if found := re.search(rf"{key}: *(\d+) kB", Path("/proc/meminfo").read_text()):
             return int(found[1]) * 1024
     return math.inf
 

@@ -303,11 +303,20 @@ def test_the_output_layer_equals_the_embedding_until_then(room: Path, name: str)
         ("layout.offload=states:disk", "their gradients leave the device"),
         ("optim.name=sophia optim.estimator=hutchinson", "it would estimate them apart"),
         ("observe.noise_scale=true", "it counts both gradients"),
+        ("model.base_dim=64", "mu-P gives the two different rates"),
+        ("optim.groups=head*:~lr=0.5", "it tells the two apart"),
+        ("train.init_from=runs/a", "the two need not be equal there"),
+        ("precision.mode=bf16_pure", "it rounds each at random"),
+        (
+            "sync.method=server sync.servers=1 layout.dp_replicate=2",
+            "workers and servers have steps of their own",
+        ),
+        ("sync.method=diloco sync.replica_groups=2 layout.dp_replicate=2", "outer steps take the two apart"),
     ],
 )
 def test_what_cannot_be_untied_late(change: str, said: str) -> None:
     with pytest.raises(UserError, match=f"untie_step = 2 is not supported with .*{said}"):
-        load("quickstart", [*LATE, *change.split()])
+        load("quickstart", [*LATE, *(one.replace("~", " ") for one in change.split())])
 
 
 RAMPED = (

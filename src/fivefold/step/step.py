@@ -141,8 +141,9 @@ def take_step(
     waits for no result. A replica group clips by its own norm.
 
     stop_wanted: returns True if this rank was asked to stop. inspect: called when `state` has the whole gradient,
-    before it is clipped. It may return further figures of the step: scalars on the device, equal on all ranks.
-    save_wanted: returns True on the first rank if a checkpoint is due by time.
+    before it is clipped; that of a tied embedding and output layer is the embedding's. It may return further figures of
+    the step: scalars on the device, equal on all ranks. save_wanted: returns True on the first rank if a checkpoint is
+    due by time.
     """
     assert recipe.train.steps, "a resolved recipe has steps"
     if state.grows:

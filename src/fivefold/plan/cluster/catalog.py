@@ -120,7 +120,7 @@ def _within(cluster: Cluster) -> list[Row]:
     note = f"{cluster.per_node} devices per node"
     if cluster.wiring.torus:
         note += f", a torus of {' x '.join(map(str, cluster.wiring.torus))}"
-    if link.mesh:
+    if link.mesh and cluster.per_node > 1:
         note += f", {_gb(link.bandwidth / (cluster.per_node - 1))} GB/s to each other one"
     if link.reduce:
         note += f", the switch adds at {_gb(link.reduce)} GB/s"

@@ -222,10 +222,14 @@ def _sized(cluster: Cluster, count: str, text: str) -> Cluster:
 
 
 def _in_nodes(cluster: Cluster, per_node: int) -> Cluster:
-    """The cluster with so many devices on each node."""
-    paired = per_node == 4 != cluster.per_node and cluster.device.sheet in _PAIRED
-    intra = replace(cluster.intra, mesh=True, reduce=None) if paired else cluster.intra
-    return replace(cluster, per_node=per_node, intra=intra)
+    """The cluster with so many devices on each node, on boards as they are sold unless its links were stated."""
+    sized = replace(cluster, per_node=per_node)
+    if cluster.device.sheet not in _PAIRED or per_node == cluster.per_node or sized.wiring.domain:
+        return sized
+    switched = PRESETS[cluster.device.sheet].intra
+    board = replace(switched, mesh=True, reduce=None)
+    stated = cluster.intra not in (switched, board)
+    return sized if stated else replace(sized, intra=board if per_node == 4 else switched)
 
 
 @dataclass(frozen=True)
@@ -318,7 +322,7 @@ def _described(path: Path, what: str) -> tuple[Cluster, bool]:
         return _changed(bare, whole, torus, path.stem), "inter_gb_s" in values
     if base != LOCAL:
         cluster = PRESETS[base]
-        if "switch_gb_s" not in values:
+        if not torus and not values.keys() & {"intra_gb_s", "switch_gb_s", "nvlink_domain"}:
             cluster = _in_nodes(cluster, int(values.get("devices_per_node", cluster.per_node)))
         return _changed(cluster, values, torus, path.stem), True
     if wrong := ["torus"] * bool(torus) + [key for key in values if key not in _OF_HOSTS]:

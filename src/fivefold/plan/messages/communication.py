@@ -244,4 +244,4 @@ def _levels(group: Group, cluster: Cluster) -> Levels:
 
 def _pair(cluster: Cluster) -> float:
     """Bytes/s between two devices of a node."""
-    return cluster.intra.achieved / (cluster.per_node - 1 if cluster.intra.mesh else 1)
+    return cluster.intra.achieved / (max(1, cluster.per_node - 1) if cluster.intra.mesh else 1)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from fivefold.models.card import Contradiction, card_of, resolve_model
 from fivefold.models.recomputation import budget_of
 from fivefold.optim import DEFAULT, OPTIMIZERS, OUTER
+from fivefold.optim.card import factors
 from fivefold.optim.signs import HUTCHINSON, PASSES
 from fivefold.precision import FIELDS, MASTER, PRECISIONS, Mode
 from fivefold.recipe.messages import short, toml_value
@@ -139,9 +140,14 @@ REFUSED = (
              "only one of the two is trained", "untie_step = 0"),
             ("model.base_dim", lambda r: r.model.base_dim is not None, "mu-P gives the two different rates",
              "untie_step = 0"),
+            ("optim.groups", lambda r: factors(r.optim.groups, TIED) != factors(r.optim.groups, OUTPUT),
+             "it tells the two apart", "untie_step = 0"),
+            ("train.init_from", lambda r: bool(r.train.init_from), "the two need not be equal there", "untie_step = 0"),
+            ("precision.mode", lambda r: _mode(r).rounds, "it rounds each at random", 'mode = "bf16"'),
             ("layout.pp", lambda r: r.layout.pp > 1, "the two are on different ranks", "layout.pp = 1"),
             ("layout.offload", _streams, "their gradients leave the device", f'offload = "{NOT_OFFLOADED}"'),
             ("sync.method", _servers, OWN_STEPS, NO_SERVERS),
+            ("sync.method", _replica_groups, "outer steps take the two apart", NO_SERVERS),
             ("optim.estimator", lambda r: r.optim.estimator in PASSES, "it would estimate them apart",
              f'optim.name = "{DEFAULT}"'),
             ("observe.noise_scale", lambda r: r.observe.noise_scale, "it counts both gradients", NOISELESS),
