@@ -100,6 +100,9 @@ def execute(line: str, folder: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("sys.stdin", io.StringIO(said[1] + "\n"))
             execute(said[2], folder)
+    elif "fivefold play" in line:  # which serves until it is stopped; test_play_server.py starts it
+        words = shlex.split(line)
+        typed(words[words.index("fivefold") :])
     elif not line.startswith("fivefold ") or ">" in line:
         if line not in already_run:
             run(line, folder)
