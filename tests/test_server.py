@@ -298,7 +298,8 @@ def plain(recipe: Recipe, *sets: str) -> Recipe:
             ],
         ),
         pytest.param(1, ["sync.order=fifo"], marks=pytest.mark.slow),
-        pytest.param(2, ["precision.mode=bf16"], marks=pytest.mark.slow),
+        # one microbatch a worker: other sums would round some weights of 16 bits the other way
+        pytest.param(2, ["precision.mode=bf16", "train.microbatch_size=6"], marks=pytest.mark.slow),
         pytest.param(1, ["optim.grad_clip=0", "train.microbatch_size=3"], marks=pytest.mark.slow),
     ],
 )

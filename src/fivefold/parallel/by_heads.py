@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fivefold.comm import Axis
 from fivefold.kernels.blockwise_attention import Documents
+from fivefold.kernels.elementwise import to_device
 from fivefold.models.delta import DeltaCore, DeltaWeights
 from fivefold.models.layers import StateCache
 from fivefold.parallel import operators
@@ -79,4 +80,4 @@ class DeltaByHeads(DeltaCore):
 def _order(columns: tuple[Columns, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """The column of each token, rank by rank, and the inverse: where the token of each column is."""
     places = torch.cat([torch.arange(a, b) for spans in columns for a, b in spans])
-    return places.to(device), places.argsort().to(device)
+    return to_device(places, device), to_device(places.argsort(), device)
