@@ -132,7 +132,8 @@ class Hosts:
 
         capture: returns what the command prints, instead of printing it. env: additional variables. options: more
         options of torchrun. meanwhile: gets the launchers, one a host, once they run. After one has failed, the others
-        have GRACE_S more seconds. After timeout_s all are killed, and the code is 124.
+        have GRACE_S more seconds; one of a host that was killed does not count. After timeout_s all are killed, and
+        the code is 124.
         """
         launcher = [
             sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.count}", f"--nproc-per-node={ranks}",
@@ -163,7 +164,8 @@ class Hosts:
         """The exit code of the launcher that failed first, or 0. 124: they did not end in time."""
         code, deadline = 0, time.monotonic() + timeout_s
         while any(process.poll() is None for process in started):
-            failed = [process.returncode for process in started if process.returncode]
+            there = [one for host, one in enumerate(started) if self._first[1 + host].poll() is None]
+            failed = [process.returncode for process in there if process.returncode]
             if failed and not code:
                 code, deadline = failed[0], min(deadline, time.monotonic() + GRACE_S)
             if time.monotonic() > deadline:
