@@ -29,9 +29,8 @@ from fivefold.optim import learning_rate
 from fivefold.optim.scaling import clip_scale
 from fivefold.optim.signs import PASSES
 from fivefold.parallel.mesh import Mesh, Microbatch, Share
-from fivefold.parallel.replica import gradient_square
+from fivefold.parallel.replica import ends, gradient_square
 from fivefold.recipe import FaultsSection, OptimSection, Recipe
-from fivefold.sharding.parts import OUTPUT, TIED
 from fivefold.step import curvature
 from fivefold.step.state import State
 
@@ -159,7 +158,7 @@ def take_step(
     share = forward_backward(state, microbatches, recipe.train.seed)
     if complete is not None:
         complete()
-    tied = ends(state) if state.step < recipe.model.untie_step else []
+    tied = ends(state.parallel.replicas) if state.step < recipe.model.untie_step else []
     for embedding, output in tied:  # the norm counts their sum once
         embedding += output
         output.zero_()
@@ -283,12 +282,6 @@ def set_windows(state: State, model: ModelSection, window: int) -> None:
         for number, block in stage.blocks.items():  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
             if model.window(int(number)):
                 block.attention.window = window
-
-
-def ends(state: State) -> list[tuple[Tensor, Tensor]]:
-    """The gradients of embedding and output layer, of which a rank has the same rows."""
-    gradients = [replica.gradients for replica in state.parallel.replicas]
-    return [(each[TIED], each[OUTPUT]) for each in gradients if TIED in each]
 
 
 def counted_once(mesh: Mesh) -> float:
