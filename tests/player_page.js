@@ -10,6 +10,7 @@ const element = (name) => ({
   append(child) { this.children.push(child); },
   replaceChildren() { this.children = []; },
   addEventListener(event, call) { this.listeners[event] = call; },
+  style: { setProperty() {} },
 });
 for (const one of classes) nodes["." + one] = element(one);
 nodes[".data"].textContent = fs.readFileSync(data, "utf8");

@@ -94,6 +94,12 @@ def picture(browser: Browser, name: str, place: str = "") -> None:
         browser.screenshot(Path(folder) / f"play_{name}.png", whole=False)
 
 
+def size(browser: Browser, width: int, height: int) -> None:
+    """Makes the window as large."""
+    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    browser.call("Emulation.setDeviceMetricsOverride", **metrics)
+
+
 def trained(browser: Browser, step: int, kind: str = "training|complete") -> None:
     """Waits until the run that is shown has trained so far."""
     found = f"{STATE}.match(/^(?:{kind}), step ([0-9,]+)/)?.[1].replace(',', '')"
@@ -131,7 +137,17 @@ def pause_and_resume(browser: Browser) -> None:
     until(browser, "document.querySelector('main svg')?.textContent.includes('planned')")
     trained(browser, 100)
     picture(browser, "train")
+    on_a_projector(browser)
     trained(browser, 120, "complete")
+
+
+def on_a_projector(browser: Browser) -> None:
+    """With 1280 x 720 pixels at 150%, the timeline is whole, and figures and the loss fit on one screen."""
+    size(browser, 853, 480)
+    place = "document.querySelector({!r}).getBoundingClientRect()".format
+    until(browser, f"{place('canvas')}.bottom - {place('.head')}.top < 480")
+    assert browser.evaluate(f"{place('main svg')}.right <= {place('main .scroll:has(svg)')}.right")
+    size(browser, 1280, 920)
 
 
 def machine(browser: Browser) -> None:
@@ -185,7 +201,9 @@ def prove(browser: Browser) -> None:
     assert re.fullmatch("tp=2.* computes the same as one process.", verdict)
     browser.evaluate("document.querySelector('.player .next').click()")
     assert browser.evaluate("document.querySelector('.where').textContent").startswith("round 1 of")
+    size(browser, 1280, 1320)
     picture(browser, "prove", ".verdict")
+    size(browser, 1280, 920)
 
 
 def talk(browser: Browser) -> None:

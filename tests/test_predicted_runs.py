@@ -184,6 +184,7 @@ def test_a_machine_without_a_table_is_predicted_from_the_first_steps(
     seconds = lines(tmp_path / "run", "step_s")
     assert found["predicted"]["time"]["step_s"] == pytest.approx(median(seconds[2:10]), rel=0.02)
     assert found["measured"]["step_s"] == pytest.approx(median(seconds[12:]))
+    assert "mfu" not in found["predicted"]  # the machine's peak is not known
     assert [row.name for row in rows(found)] == ["step time"]
     assert "was fitted to steps 3 to 10" in prediction.prediction.section(found)
     train_rank(0, 1, recipe_of(tmp_path, "dp=1", *TINY[-1:], "observe.memory_step=0"), tmp_path / "short")

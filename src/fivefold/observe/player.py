@@ -71,8 +71,8 @@ def part(player: Player) -> str:
 <button class="next" aria-label="step on">›</button><button class="play">Play</button>
 <input class="at" type="range" min="0" max="{len(player.frames) - 1}" value="0" aria-label="frame">
 <span class="where"></span></div><p class="moves"></p>
-<pre class="numbers" tabindex="0"></pre>
-<svg class="stage" viewBox="0 0 640 640" role="img" aria-label="{name}"></svg>
+<div class="shown"><svg class="stage" viewBox="0 0 640 640" role="img" aria-label="{name}"></svg>
+<pre class="numbers" tabindex="0"></pre></div>
 <script type="application/json" class="data">{data}</script></main>
 """
 

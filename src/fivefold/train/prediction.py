@@ -121,7 +121,9 @@ class Prediction(Instrument):
         estimated = (
             recipe.optim.estimator in PASSES and (counted - 1) % (recipe.optim.estimate_every or 1) == 0
         )
-        return found.as_json() | {"sent_as_counted": sent(found.setting, True, first, estimated)}
+        made = found.as_json() | {"sent_as_counted": sent(found.setting, True, first, estimated)}
+        # Shares of a peak that nobody measured mean nothing
+        return {key: made[key] for key in made if self.assumed is None or key not in ("mfu", "hfu")}
 
     @cached_property
     def _documents(self) -> Documents | None:

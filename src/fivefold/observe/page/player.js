@@ -5,7 +5,9 @@ const SVG = "http://www.w3.org/2000/svg", SIZE = 640, MIDDLE = SIZE / 2, RING = 
 function player(root) {
   const find = (name) => root.querySelector("." + name);
   const data = JSON.parse(find("data").textContent), stage = find("stage"), range = find("at");
-  const ranks = data.frames[0].cells.length, last = data.frames.length - 1, radius = ranks > 16 ? 20 : 42;
+  const ranks = data.frames[0].cells.length, last = data.frames.length - 1;
+  const radius = Math.min(72, Math.max(20, 0.76 * RING * Math.sin(Math.PI / Math.max(2, ranks)))), grown = Math.max(1, radius / 42);
+  stage.style.setProperty("--grown", grown);
   const ends = data.rows.flat().map((box) => box[1]), scale = (SIZE - 20) / Math.max(1e-12, ...ends);
   const high = SIZE + data.rows.length * (ROW + 4);
   stage.setAttribute("viewBox", `0 0 ${SIZE} ${high}`);
@@ -33,10 +35,10 @@ function player(root) {
   function node(rank, cells, now) {
     const [x, y] = place(rank);
     add("circle", { cx: x, cy: y, r: radius, class: now ? "busy" : "" });
-    add("text", { x, y: y - (now === undefined ? 8 : 14) }, rank);
+    add("text", { x, y: y - grown * (now === undefined ? 8 : 14) }, rank);
     if (now) add("text", { x, y: y + 0.67 * radius, class: "now" }, now);
-    const width = Math.min(8, (1.5 * radius) / cells.length), left = x - (cells.length * width) / 2, tall = radius / 2.6;
-    const top = y + (now === undefined ? 1 : -8);
+    const width = Math.min(8 * grown, (1.5 * radius) / cells.length), left = x - (cells.length * width) / 2, tall = radius / 2.6;
+    const top = y + grown * (now === undefined ? 1 : -8);
     cells.forEach((share, i) => {
       const at = { x: left + i * width, width: width * 0.9 };
       add("rect", { ...at, y: top, height: tall, class: "cell" });

@@ -10,6 +10,7 @@ const FONT = "12px system-ui, sans-serif";
 export function curves(place, series, options = {}) {
   let plot, data = [[], ...series.map(() => [])], logarithmic = Boolean(options.log), share = 1, zoomed = false;
   const show = options.show || short;
+  const height = () => options.height || (innerHeight < 560 ? 220 : 320); // a projector's or a phone's window
 
   const axis = (more) => ({ stroke: color("soft"), font: FONT, grid: { stroke: color("grid"), width: 1 },
     ticks: { stroke: color("grid"), width: 1 }, values: (u, ticks) => ticks.map((v) => (v == null ? "" : show(v))), ...more });
@@ -42,7 +43,7 @@ export function curves(place, series, options = {}) {
     plot?.destroy();
     place.replaceChildren();
     plot = new uPlot({
-      width: place.clientWidth || 600, height: options.height || 320,
+      width: place.clientWidth || 600, height: height(),
       scales: { x: { time: false, ...(options.spread && { distr: 3, range: (u, low, high) => [low, high] }) }, y: { distr: logarithmic ? 3 : 1, range } },
       axes: [axis({ values: (u, found) => found.map((v) => short(v)), size: 34, label: options.across, labelSize: 18, labelFont: FONT,
         ...(options.spread && own) }), axis({ size: 64, ...(logarithmic && own) })],
@@ -62,7 +63,7 @@ export function curves(place, series, options = {}) {
   }
 
   make();
-  const size = new ResizeObserver(() => { if (place.clientWidth) plot.setSize({ width: place.clientWidth, height: options.height || 320 }); });
+  const size = new ResizeObserver(() => { if (place.clientWidth) plot.setSize({ width: place.clientWidth, height: height() }); });
   size.observe(place);
   dark.addEventListener("change", make);
   return {

@@ -94,7 +94,7 @@ function watch(root, api, name) {
     Object.entries(BELOW).map(([value, title]) => el("option", { value }, title)));
   const section = (title, ...content) => el("section", {}, el("h2", {}, title), ...content);
   root.append(el("h2", { class: "sr" }, name), el("div", { class: "head row" }, words, buttons), spoken, wrong, failed, figures,
-    section("Loss", el("div", { class: "row" }, el("label", {}, "Smoothing ", slider), el("label", {}, log, " log scale"),
+    el("section", {}, el("div", { class: "row" }, el("h2", {}, "Loss"), el("label", {}, "Smoothing ", slider), el("label", {}, log, " log scale"),
       spans((share) => plots.forEach((plot) => plot.last(share)))), loss, el("div", { class: "row" }, which), other),
     section("Samples", no_text, latest, earlier), section("Ranks", el("div", { class: "words" }, each_rank, no_rank)), section("A step's timeline", time_), own);
 
@@ -136,7 +136,7 @@ function watch(root, api, name) {
     figures.replaceChildren(
       figure("Train loss", last(columns.loss)?.toFixed(3) ?? "–", "mean of 20 steps", true),
       figure("Validation loss", val?.toFixed(3) ?? "–", validation.step.length ? `step ${validation.step.at(-1).toLocaleString("en")}` : ""),
-      figure("Tokens per second", short(last(columns.tokens_per_s)), plan("tokens_per_s", short)),
+      figure("Tokens/s", short(last(columns.tokens_per_s)), plan("tokens_per_s", short)),
       figure("MFU", share(last(columns.mfu)), plan("mfu", share)),
       figure("Step", time(each), plan("step_s", time)),
       figure("Left", condition.kind === "training" && left ? time(left * each) : "–", left ? `${left.toLocaleString("en")} steps` : ""),
@@ -152,7 +152,7 @@ function watch(root, api, name) {
     [each_rank.hidden, no_rank.hidden] = [!ranks.length, Boolean(ranks.length)];
   }
 
-  const layout = el("input", { "aria-label": "Another layout", size: 16, spellcheck: "false" });
+  const layout = el("input", { "aria-label": "Another layout", size: 12, spellcheck: "false" });
   const pause = button("Pause", async () => {
     await api.post("train/stop", { run: name });
     tell("It finishes its step, saves and ends");
@@ -186,7 +186,7 @@ function watch(root, api, name) {
   async function load() {
     about = await api.get("train/about", { run: name });
     const able = measured || condition.kind !== "complete";
-    keep(time_, [[condition.kind, measured]], String, () => el("div", {}, able
+    keep(time_, [measured || condition.kind], String, () => el("div", {}, able
       ? button(measured ? "Show, measured and planned" : "Measure one", timeline)
       : el("p", { class: "none" }, "No step of this run was measured.")));
     keep(own, [about], JSON.stringify, () => section("The same in the terminal", copyable(about.command, "Repeat the run"),
