@@ -30,6 +30,8 @@ from typing import Any
 
 from quickstart_quality import test_files
 
+from fivefold.host.machine import describe
+
 RESULTS = Path(__file__).parent / "results" / "speedrun.json"
 PROGRAM = [sys.executable, "-c", "from fivefold.cli.main import main; main()"]
 WHOLE, GOAL, STEPS, GOAL_STEPS = "speedrun", "quickstart", 400, 600
@@ -76,7 +78,7 @@ def main() -> None:
     if args.train:
         train(found, args)
     if args.time:
-        found["step_s"] = timed()
+        found["machine"], found["step_s"] = describe(), timed()
         save(found, args.out)
     found["summary"] = summary(found, args.steps)
     save(found, args.out)
@@ -200,9 +202,6 @@ def shown(seconds: float | None, form: str) -> str:
 
 
 def save(found: dict[str, Any], out: Path) -> None:
-    from fivefold.host.machine import describe
-
-    found["machine"] = describe()
     out.write_text(json.dumps(found, indent=1) + "\n")
 
 
