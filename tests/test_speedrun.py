@@ -215,7 +215,7 @@ def test_qk_clip_lowers_the_scores_of_single_heads(room: Path, kind: tuple[str, 
     assert (clip.bounds >= largest).all()
     clip.limit = float(clip.bounds[0].median())
     factors = (clip.limit / clip.bounds[0]).clamp(max=1)
-    assert 0 < (factors < 1).sum() < len(factors)
+    assert 0 < (factors < 0.999).sum() < len(factors)
     for skip in (1.0, 0.0):
         clip.update(torch.tensor(skip))
         module(tokens)

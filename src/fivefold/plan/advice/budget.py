@@ -135,7 +135,7 @@ def shape(parameters: float, like: ModelSection) -> ModelSection:
         for heads in range(1, 1 + round((parameters / 12 * WIDTH) ** (1 / 3) * 2 / head)):
             one, two = (count_parameters(_sized(like, layers, heads, head)) for layers in (1, 2))
             layers = 1 + round((parameters - one) / (two - one))
-            if layers >= 1:
+            if 1 <= layers <= heads * head:  # deeper than wide is never the least odd
                 models.append(_sized(like, layers, heads, head))
     if not models:
         smallest = count_parameters(_sized(like, 1, 1, 64))
