@@ -24,11 +24,11 @@ from fivefold.errors import UserError
 from fivefold.kernels.hashing import keys
 from fivefold.models.base import fill_normal_
 from fivefold.models.layers import Output
-from fivefold.optim.signs import FISHER, LABELS
+from fivefold.optim.signs import FISHER, LABELS, PASSES
 from fivefold.optim.updater import Rules
 from fivefold.parallel.mesh import Microbatch, Share
 from fivefold.parallel.replica import Replica
-from fivefold.recipe import Recipe
+from fivefold.recipe import OptimSection, Recipe
 from fivefold.sharding.layout import share as share_of
 from fivefold.sharding.parts import boxes
 from fivefold.step.state import State
@@ -40,12 +40,20 @@ Compute = Callable[[State, Sequence[Microbatch], int], object]
 """Computes the mean gradient of the global batch in the replicas: `step.forward_backward`."""
 
 
+def due(optim: OptimSection, step: int) -> bool:
+    """True if a step (0, 1, ...) takes a pass that estimates the curvature."""
+    return optim.estimator in PASSES and step % (optim.estimate_every or 1) == 0
+
+
 def estimate(
     state: State, recipe: Recipe, microbatches: Sequence[Microbatch], compute: Compute
-) -> Callable[[], None]:
-    """Estimates the curvature of this step for the update that follows. Returns what the step calls once it has its own
-    gradient, before it clips it."""
+) -> Callable[[], None] | None:
+    """Estimates the curvature for the update that follows, if it is due or no step has updated yet, because the first
+    ones were skipped. Returns what the step calls once it has its own gradient, before it clips it; None: not due."""
     optim, seed = recipe.optim, recipe.train.seed
+    begun = all(replica.updater.begun for replica in state.parallel.replicas)
+    if not due(optim, state.step if begun else 0):
+        return None
     text = f"{seed}/{optim.estimator}/{state.step}"
     if optim.estimator == LABELS:
         return _of_labels(state, lambda some: compute(state, some, seed), microbatches, text)

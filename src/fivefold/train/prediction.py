@@ -22,7 +22,6 @@ from fivefold.observe import prediction
 from fivefold.observe.format import duration, size
 from fivefold.observe.metrics import read_metrics
 from fivefold.observe.report import write_report
-from fivefold.optim.signs import PASSES
 from fivefold.parallel.mesh import Mesh, Microbatch
 from fivefold.plan.cluster.clusters import of_gpu
 from fivefold.plan.cluster.devices import Cluster, of_table
@@ -35,6 +34,7 @@ from fivefold.recipe.rules.texts import ramp
 from fivefold.schedules.timelines import StepTimeline
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.sync import replica_group_layout
+from fivefold.step.curvature import due
 from fivefold.step.state import State
 from fivefold.trace.depth import blocks_traced, exact
 from fivefold.trace.traffic import Collectives
@@ -118,9 +118,7 @@ class Prediction(Instrument):
         counted = max(self.start, self.whole) + 1
         # What the counted step synchronises
         first = recipe.replica_groups.due(counted, recipe.train.steps or 0)
-        estimated = (
-            recipe.optim.estimator in PASSES and (counted - 1) % (recipe.optim.estimate_every or 1) == 0
-        )
+        estimated = due(recipe.optim, counted - 1)
         made = found.as_json() | {"sent_as_counted": sent(found.setting, True, first, estimated)}
         # Shares of a peak that nobody measured mean nothing
         return {key: made[key] for key in made if self.assumed is None or key not in ("mfu", "hfu")}
