@@ -10,8 +10,8 @@ bits in the mean of the pairs, by more than twice its standard error. `quickstar
 with its 600 steps.
 
 --train adds one row to --out for each run that it lacks, on one core, so it can be stopped and called again. Losses do
-not depend on what else runs, seconds do: --time takes a few steps of each form in turns. --steps changes the length of
-all runs but quickstart's; runs of another length have rows of their own.
+not depend on what else runs, seconds do: --time takes a few steps of each form in turns, on the `machine` of the file.
+--steps changes the length of all runs but quickstart's; runs of another length have rows of their own.
 """
 
 from __future__ import annotations

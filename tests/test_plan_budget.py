@@ -105,6 +105,12 @@ def test_shapes_make_models_of_about_their_size(arch: str, parameters: float) ->
     assert found.dim % found.heads == 0
 
 
+def test_a_large_vocabulary_leaves_only_deep_models() -> None:
+    """A width of 128 has too many weights in the vocabulary already, and one of 64 too few."""
+    found = budget.shape(2.6e7, load("llama3-8b").model)
+    assert (found.layers, found.dim) == (180, 64)
+
+
 def test_a_critical_batch_takes_twice_of_both() -> None:
     """arXiv 1812.06162, equation 2.11: (S / S_min - 1) (E / E_min - 1) = 1."""
     assert budget.batch_cost(1e6, 1e6) == (2.0, 2.0)

@@ -126,13 +126,22 @@ def write(run: Path, timeline: StepTimeline, planned: bool = False) -> Path:
     return write_trace(run, f"timeline-step-{timeline.step:08d}-{which}", timeline.as_json())
 
 
+def last_step(run: Path) -> str:
+    """The digits of the run's last measured step; "": none was measured."""
+    return max(map(_step_of, (run / "traces").glob("timeline-step-*.json")), default="")
+
+
+def _step_of(path: Path) -> str:
+    return path.name.split("-")[2]
+
+
 def read(run: Path) -> list[tuple[str, StepTimeline]]:
     """The timelines of the run's last measured step: ("rank 0, measured", its own), ..., and ("planned", of a rank) if
     there is a plan. Empty if none was measured."""
-    paths = sorted((run / "traces").glob("timeline-step-*.json"))
-    paths = [path for path in paths if path.name.split("-")[2] == paths[-1].name.split("-")[2]]
-    measured, planned = [], []
-    for path in paths:
+    measured, planned, last = [], [], last_step(run)
+    for path in sorted((run / "traces").glob("timeline-step-*.json")):
+        if _step_of(path) != last:
+            continue
         with understood(path):
             found = StepTimeline.from_json(read_json(path, MOST_TRACE))
         if path.stem.endswith(PLANNED):

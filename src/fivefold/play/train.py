@@ -70,7 +70,7 @@ def jobs(state: State) -> Iterator[Any]:
 
 def watched(state: State, run: Path) -> Iterator[Any]:
     """What is new of a run: its condition, metrics (`watch.Tail.read`), ranks, restarts, what it prints, and
-    when a step's timeline was last measured (0: never)."""
+    which step's timeline was measured last ("": none)."""
     tail, last = watch.Tail(run), dict[str, Any]()
     while True:
         now = {
@@ -82,9 +82,7 @@ def watched(state: State, run: Path) -> Iterator[Any]:
                 for line in faults.read_restarts(run)[-5:]
             ],
             "said": state.jobs.said(run)[-1500:],
-            "timeline": max(
-                (at.lstat().st_mtime for at in (run / "traces").glob("timeline-step-*.json")), default=0
-            ),
+            "timeline": timelines.last_step(run),
         }
         new = {key: value for key, value in now.items() if value != last.get(key)}
         last = now

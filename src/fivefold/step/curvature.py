@@ -51,8 +51,8 @@ def estimate(
     """Estimates the curvature for the update that follows, if it is due or no step has updated yet, because the first
     ones were skipped. Returns what the step calls once it has its own gradient, before it clips it; None: not due."""
     optim, seed = recipe.optim, recipe.train.seed
-    begun = all(replica.updater.begun for replica in state.parallel.replicas)
-    if not due(optim, state.step if begun else 0):
+    fresh = optim.estimator in PASSES and not all(one.updater.begun for one in state.parallel.replicas)
+    if not (fresh or due(optim, state.step)):
         return None
     text = f"{seed}/{optim.estimator}/{state.step}"
     if optim.estimator == LABELS:

@@ -130,14 +130,14 @@ def shape(parameters: float, like: ModelSection) -> ModelSection:
     UserError: `parameters` is out of range, or the vocabulary with the smallest block is larger already."""
     if not 1e5 <= parameters <= 1e14:
         raise UserError(f"--params {parameters:g}: must be between 1e5 and 1e14")
-    models = []  # of each width the depth that comes nearest
+    found = []  # of each width the depth that comes nearest
     for head in (128, 64):
         for heads in range(1, 1 + round((parameters / 12 * WIDTH) ** (1 / 3) * 2 / head)):
             one, two = (count_parameters(_sized(like, layers, heads, head)) for layers in (1, 2))
             layers = 1 + round((parameters - one) / (two - one))
-            if 1 <= layers <= heads * head:  # deeper than wide is never the least odd
-                models.append(_sized(like, layers, heads, head))
-    if not models:
+            if layers >= 1:
+                found.append((layers, heads, head))
+    if not found:
         smallest = count_parameters(_sized(like, 1, 1, 64))
         raise UserError(
             f"--params {parameters:g}: with a vocabulary of {like.vocab_size} the smallest {like.arch} has {smallest:,}"
@@ -148,7 +148,9 @@ def shape(parameters: float, like: ModelSection) -> ModelSection:
         wide = abs(math.log(model.dim / model.layers / WIDTH))
         return wide + 10 * abs(math.log(count_parameters(model) / parameters))
 
-    return min(models, key=oddness)
+    # Those that are deeper than wide take long to count
+    usual = [(layers, heads, head) for layers, heads, head in found if layers <= heads * head]
+    return min((_sized(like, *one) for one in usual or found), key=oddness)
 
 
 def _sized(like: ModelSection, layers: int, heads: int, head: int) -> ModelSection:

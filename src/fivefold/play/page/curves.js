@@ -10,7 +10,7 @@ const FONT = "12px system-ui, sans-serif";
 export function curves(place, series, options = {}) {
   let plot, data = [[], ...series.map(() => [])], logarithmic = Boolean(options.log), share = 1, zoomed = false;
   const show = options.show || short;
-  const height = () => options.height || (innerHeight < 560 ? 220 : 320); // a projector's or a phone's window
+  const height = () => options.height || (innerHeight < 560 ? 220 : 320); // a projector's window, or a phone's on its side
 
   const axis = (more) => ({ stroke: color("soft"), font: FONT, grid: { stroke: color("grid"), width: 1 },
     ticks: { stroke: color("grid"), width: 1 }, values: (u, ticks) => ticks.map((v) => (v == null ? "" : show(v))), ...more });
