@@ -178,6 +178,14 @@ def test_a_clock_that_is_set_does_not_change_who_failed_first(
         assert found.rank == first
 
 
+def test_a_rank_that_dies_of_being_asked_for_its_stacks_is_not_the_failure(tmp_path: Path) -> None:
+    """faulthandler reads the stacks of threads that may end meanwhile."""
+    ended = {0: (1.0, verdict.HUNG), 1: (0.5, -signal.SIGSEGV)}
+    assert verdict.judge(tmp_path, ended, {0}, False).text == "rank 1 was killed (SIGSEGV)"
+    (tmp_path / "hung-0").write_text("rank 1 is missing in all_reduce")
+    assert verdict.judge(tmp_path, ended, {0}, False).text == "rank 1 is missing in all_reduce"
+
+
 def test_a_pod_without_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setattr(sys, "stdin", None)

@@ -158,7 +158,9 @@ def judge(
     spoke = {rank for texts in said.values() for rank in texts}
     spoke |= read(folder, "done").keys() | read(folder, "stopped").keys()
     for rank, (at, code) in ended.items():
-        if code and rank not in spoke and rank not in killed:
+        # Asking a rank for its stacks may end it, if a thread of it ends just then (CPython issue 116008)
+        asked = bool(said["hung"]) and code == -signal.SIGSEGV
+        if code and rank not in spoke and rank not in killed and not asked:
             # A signal ends no rank because of another's failure, except the abort of a broken backend.
             at -= SOONER_S if code < 0 and code != -signal.SIGABRT else 0
             first.append((at, rank, "killed" if code < 0 else "ended"))
