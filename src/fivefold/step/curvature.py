@@ -51,7 +51,7 @@ def estimate(
     """Estimates the curvature for the update that follows, if it is due or no step has updated yet, because the first
     ones were skipped. Returns what the step calls once it has its own gradient, before it clips it; None: not due."""
     optim, seed = recipe.optim, recipe.train.seed
-    fresh = optim.estimator in PASSES and not all(one.updater.begun for one in state.parallel.replicas)
+    fresh = not all(one.updater.begun for one in state.parallel.replicas)
     if not (fresh or due(optim, state.step)):
         return None
     text = f"{seed}/{optim.estimator}/{state.step}"
