@@ -89,8 +89,9 @@ def _own(name: str, made: Callable[[], tuple[nn.Module, ModuleCard | None]]) -> 
 
 def _tests(name: str) -> Any:
     """A module of the tests."""
-    if str(TESTS) not in sys.path:
-        sys.path.insert(0, str(TESTS))
+    for folder in (TESTS, TESTS.parent / "benchmarks" / "planner"):
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
     return importlib.import_module(name)
 
 

@@ -48,8 +48,9 @@ def due(optim: OptimSection, step: int) -> bool:
 def estimate(
     state: State, recipe: Recipe, microbatches: Sequence[Microbatch], compute: Compute
 ) -> Callable[[], None] | None:
-    """Estimates the curvature for the update that follows, if it is due or no step has updated yet, because the first
-    ones were skipped. Returns what the step calls once it has its own gradient, before it clips it; None: not due."""
+    """Estimates the curvature for the update that follows by an estimator of `PASSES`, if it is due or no step has
+    updated yet, because the first ones were skipped. Returns what the step calls once it has its own gradient, before
+    it clips it; None: not due."""
     optim, seed = recipe.optim, recipe.train.seed
     fresh = not all(one.updater.begun for one in state.parallel.replicas)
     if not (fresh or due(optim, state.step)):
