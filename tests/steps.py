@@ -173,7 +173,7 @@ def planned(recipe: Recipe) -> Setting:
     if recipe.model.vocab_size is None:
         recipe = resolve(recipe, vocab_size=prepare(recipe).vocab_size)
     layout, B = Layout.from_recipe(recipe.layout), recipe.train.microbatch_size or 1
-    count = recipe.train.global_batch_size // (layout.dp * B)
+    count = -(-recipe.train.global_batch_size // (layout.dp * B))  # of the ranks with most
     software = for_recipe(FIVEFOLD_CPU, recipe)
     mode = PRECISIONS.get(recipe.precision.mode)
     device = (
