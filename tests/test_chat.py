@@ -22,7 +22,7 @@ from fivefold.checkpoint import store
 from fivefold.checkpoint import write as write_checkpoint
 from fivefold.checkpoint.source import export_run, import_folder
 from fivefold.cli.main import main
-from fivefold.data import NOT_COUNTED, Batches, prepare
+from fivefold.data import NOT_COUNTED, Batches, chat, prepare
 from fivefold.data.chat import TEMPLATES, ChatTemplate, NotAConversation, messages_of, open_template
 from fivefold.data.dataset import cut_of
 from fivefold.data.tokenizer import Tokenizer, bytes_tokenizer, load_tokenizer, train_bpe
@@ -175,14 +175,15 @@ def test_what_is_no_conversation(value: object, reason: str):
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        ("{{ messages.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.__doc__.text }}", "unsafe"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages[99].content }}", "refuses it"),
-        ("{% for a in range(999) %}{{ 'x' * 1000000 }}{% endfor %}", "more than"),
+        ("{% for a in range(20) %}{{ 'x' * 100 }}{% endfor %}", "more than 1,000 characters"),
         ("{% for %}", "not a Jinja template"),
     ],
 )
-def test_a_template_is_rendered_in_a_sandbox(source: str, reason: str):
+def test_a_template_is_rendered_in_a_sandbox(source: str, reason: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(chat, "MOST_TEXT", 1000)
     with pytest.raises(UserError, match=f"data.chat_template: .*{reason}"):
         ChatTemplate(source, bpe())
 

@@ -12,6 +12,7 @@ from data_recipes import recipe_of, write
 from fivefold.data import check, prepare
 from fivefold.data.build import run
 from fivefold.errors import UserError
+from fivefold.files.reading import DEEPEST
 
 GOOD = json.dumps({"text": "a good document"})
 
@@ -50,7 +51,7 @@ def test_the_offset_in_a_later_piece_of_a_large_file(tmp_path: Path, workers: in
         (b'{"text": null}', "the field 'text' holds NoneType, not text"),
         (b'["text"]', "a JSON list; expected an object"),
         (b'{"text": "\\ud800"}', "a lone surrogate at character 0"),
-        (b"[" * 100_000, "not JSON: nested too deeply"),
+        (b"[" * (DEEPEST + 1), "not JSON: nested too deeply"),
     ],
 )
 def test_a_bad_line_of_json(tmp_path: Path, line: bytes, reason: str):

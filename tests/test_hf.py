@@ -12,8 +12,10 @@ import torch
 from marks import only
 from safetensors.torch import load_file, save_file
 
+from fivefold import files
 from fivefold.checkpoint import store, write
 from fivefold.checkpoint.source import export_run, import_folder
+from fivefold.data import tokenizer
 from fivefold.data.tokenizer import train_bpe
 from fivefold.errors import UserError
 from fivefold.models.base import build
@@ -404,17 +406,17 @@ def test_a_recipe_of_another_size_is_said(tmp_path):
             read(run)
 
 
-def test_a_tokenizer_that_is_none_is_not_imported(exported, tmp_path):
+def test_a_tokenizer_that_is_none_is_not_imported(exported, tmp_path, monkeypatch):
     path = exported / "tokenizer.json"
     path.write_bytes(bytes(1000))
     assert "not a tokenizer.json" in refusal(exported, tmp_path)
-    with path.open("wb") as file:
-        file.truncate(100 << 20)
-    assert "tokenizer.json has more than 67,108,864 bytes" in refusal(exported, tmp_path)
+    monkeypatch.setattr(tokenizer, "MOST_BYTES", 1 << 10)
+    path.write_bytes(bytes((1 << 10) + 1))
+    assert "tokenizer.json has more than 1,024 bytes" in refusal(exported, tmp_path)
     path.unlink()
-    with (exported / "generation_config.json").open("wb") as file:
-        file.truncate(100 << 20)
-    assert "generation_config.json has more than" in refusal(exported, tmp_path)
+    monkeypatch.setattr(files, "MOST_JSON", 1 << 10)
+    (exported / "generation_config.json").write_bytes(bytes((1 << 10) + 1))
+    assert "generation_config.json has more than 1,024 bytes" in refusal(exported, tmp_path)
 
 
 def test_the_current_folder_is_filled_when_it_is_empty(exported, tmp_path, monkeypatch):

@@ -77,7 +77,7 @@ def test_numbers_and_texts_beyond_reason(sets: list[str], part: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [b"a" * 300_000, b"[" * 100_000, b"x = " + b"[" * 50_000, b"\xff\xfe", b"[model]\nlayers = " + b"9" * 5000, b""],
+    [b"a" * 300_000, b"[" * 101, b"x = " + b"[" * 101, b"\xff\xfe", b"[model]\nlayers = " + b"9" * 50, b""],
 )  # fmt: skip
 def test_files_that_are_no_recipe(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "recipe.toml"

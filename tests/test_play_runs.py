@@ -18,6 +18,7 @@ from playing import Play, playing
 from fivefold.comm.watchdog import Files
 from fivefold.errors import UserError
 from fivefold.files import owned
+from fivefold.files.reading import DEEPEST
 from fivefold.observe import timelines
 from fivefold.play import train, watch
 from fivefold.play.jobs import Jobs
@@ -122,7 +123,7 @@ LINES = (
         '{"step": "1"}',
         '{"step": true, "loss": 1}',
         '{"step": 1, "loss": "x"}',
-        "[" * 20_000,
+        "[" * (DEEPEST + 1),
     ),
     *('{"step": 1, "loss": {"a": 1}}', '{"step": 1, "loss": 1e999}', '{"step": 1, "loss": NaN}'),
     *(
@@ -251,7 +252,7 @@ def test_what_does_not_start(play: Play, folder: Path, kept: None, given: object
     assert [path.name for path in folder.iterdir() if path.name[0] != "."] == ["first"]
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b"{", b"3", b"\xff", b"[" * 50_000])
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b"3", b"\xff", b"[" * (DEEPEST + 1)])
 def test_orders_are_objects(play: Play, body: bytes) -> None:
     code, _, text = play.ask("/api/train/start", "POST", body, Cookie=play.cookie, Origin=play.origin)
     assert (code, "JSON object" in text.decode()) == (400, True)
@@ -380,7 +381,7 @@ def test_runs_side_by_side(play: Play, folder: Path) -> None:
         "[3]",
         json.dumps(names[:1] * 51),
         json.dumps(names[:1] * 2),
-        "[" * 9000,
+        "[" * (DEEPEST + 1),
     ):
         play.get(f"runs/compare?{urlencode({'runs': bad})}", 400)
     play.get(f"runs/compare?{urlencode({'runs': json.dumps(names), 'axis': 'x'})}", 400)

@@ -1,6 +1,8 @@
 """Recipes: strict reading, all errors at once, overrides, TOML out and in again, derived numbers."""
 
 import math
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from fivefold.errors import UserError
+from fivefold.files.reading import DEEPEST
 from fivefold.models.card import card_of
 from fivefold.models.section import FACTS
 from fivefold.optim import DEFAULT, FIELDS, OPTIMIZERS, OUTER
@@ -610,8 +613,18 @@ def test_every_field_is_explained() -> None:
     assert by_key["layout.zero"].type == "a whole number >= 0 and <= 3"
 
 
-@pytest.mark.parametrize("value", ["1" * 5000, "[" * 5000 + "]" * 5000])
-def test_what_python_cannot_read_is_a_clear_error(tmp_path: Path, value: str) -> None:
+@pytest.fixture
+def fewest_digits() -> Iterator[int]:
+    """Python reads no whole number of more digits, while this is used."""
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(640)
+    yield 640
+    sys.set_int_max_str_digits(before)
+
+
+@pytest.mark.parametrize("value", ["a number", "[" * (DEEPEST + 1) + "]" * (DEEPEST + 1)])
+def test_what_python_cannot_read_is_a_clear_error(tmp_path: Path, value: str, fewest_digits: int) -> None:
+    value = value.replace("a number", "1" * (fewest_digits + 1))
     with pytest.raises(UserError, match=r"toml:\d+: a number is too long, or lists are nested too deeply"):
         load(write(tmp_path, f"[train]\nsteps = {value}\n"))
 

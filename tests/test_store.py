@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from fivefold.checkpoint import keep, manifest, store, write
 from fivefold.checkpoint.manifest import Damaged
 from fivefold.errors import UserError
+from fivefold.files.reading import DEEPEST, LONGEST_NUMBER
 
 
 @pytest.fixture
@@ -162,7 +163,7 @@ def swapped(found):
 
 
 def deep(found):
-    found["tensors"]["model"]["b"]["shape"] = json.loads("[" * 100 + "]" * 100)
+    found["tensors"]["model"]["b"]["shape"] = json.loads("[" * 20 + "]" * 20)
 
 
 @pytest.mark.parametrize(
@@ -211,8 +212,8 @@ def test_a_hostile_list_is_read_to_its_first_error():
 
 
 NO_MANIFESTS = [
-    b"[" * 100_000,
-    b'{"format": ' + b"9" * 5000 + b"}",
+    b"[" * (DEEPEST + 1),
+    b'{"format": ' + b"9" * (LONGEST_NUMBER + 1) + b"}",
     b"\xff",
     b"",
     b"null",

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import FailFast, Field, TypeAdapter, ValidationError
 
 from fivefold.errors import UserError, system_error
-from fivefold.files import open_file
+from fivefold.files import open_file, parse_json
 
 FORMAT = 4
 """1 and 2 have no hash of the manifest itself, and no dtypes. 1 has no pieces: each file holds whole tensors."""
@@ -170,7 +170,7 @@ def parse(content: bytes, path: Path) -> Manifest:
         blank = content[: _HASH.start] + _ZEROS + content[_HASH.stop :]
         if hashed and hashlib.sha256(blank).hexdigest().encode() != content[_HASH]:
             raise ValueError("its content does not match its own hash")
-        table = json.loads(content)
+        table = parse_json(content)
         version = table.get("format") if isinstance(table, dict) else None
         if type(version) is not int or version < 1 or (version == FORMAT and not hashed):
             raise ValueError(

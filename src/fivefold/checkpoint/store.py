@@ -10,7 +10,6 @@ dtypes, and that all numbers are finite. A truncated or changed file is an error
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,7 +37,7 @@ from fivefold.checkpoint.manifest import (
 from fivefold.checkpoint.manifest import MANIFEST as MANIFEST
 from fivefold.comm.progress import progress
 from fivefold.errors import UserError, system_error
-from fivefold.files import open_file
+from fivefold.files import open_file, parse_json
 from fivefold.host import cores
 
 MOST_HEADER = 1 << 28
@@ -176,7 +175,7 @@ class Reader:
                 size = int.from_bytes(opened.read(8), "little")
                 if size > MOST_HEADER:
                     raise Damaged(f"{path} is damaged: a header of {size} bytes")
-                header = json.loads(opened.read(size))
+                header = parse_json(opened.read(size))
                 # A private mapping may be written to, as torch asks; nothing does, and nothing would reach the file.
                 content = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
             header.pop("__metadata__", None)

@@ -9,10 +9,12 @@ from fivefold.files.reading import (
     inside,
     open_file,
     parse_json,
+    parse_toml,
     read_bytes,
     read_facts,
     read_json,
     read_text,
+    refuse_depth,
     sha256,
     understood,
 )

@@ -6,7 +6,9 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import stat
+import tomllib
 from collections.abc import Callable, Iterator
 from io import BufferedReader
 from pathlib import Path
@@ -24,6 +26,10 @@ LONGEST_NUMBER = 40
 """Digits of a whole number in a JSON file."""
 DIGITS = bytes(48 if 48 <= byte < 58 else 32 for byte in range(256))
 """Makes zeros of all digits, and spaces of everything else."""
+DEEPEST = 100
+"""Levels of lists and objects within each other in JSON and TOML."""
+BRACKETS = bytes.maketrans(b"{}", b"[]")
+NO_BRACKETS = bytes({*range(256)} - {*b'[]{}"'})
 BROKEN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What code raises that finds other JSON than it expects."""
 
@@ -104,6 +110,7 @@ def parse_json(text: str | bytes) -> Any:
     Raises:
         ValueError, RecursionError: it is not JSON, has such numbers, or is nested too deeply.
     """
+    refuse_depth(text)
 
     def whole(digits: str) -> int:
         if len(digits) > LONGEST_NUMBER:
@@ -118,6 +125,26 @@ def parse_json(text: str | bytes) -> Any:
     ):
         return json.loads(text)
     return json.loads(text, parse_int=whole)
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """`tomllib.loads`. Raises ValueError, RecursionError: it is not TOML, or is nested too deeply."""
+    refuse_depth(text)
+    return tomllib.loads(text)
+
+
+def refuse_depth(text: str | bytes) -> None:
+    """Raises RecursionError: lists and objects lie more than DEEPEST levels within each other. Parsers call themselves
+    at each level, and not all of them know where to stop."""
+    raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    if raw.count(b"[") + raw.count(b"{") <= DEEPEST:
+        return
+    plain = raw.replace(rb"\\", b"").replace(rb"\"", b"")  # now every quote begins or ends a text
+    left, levels = re.sub(rb'"[^"]*"?', b"", plain.translate(BRACKETS, NO_BRACKETS)), 0
+    while levels <= DEEPEST and (without := left.replace(b"[]", b"")) != left:  # the innermost level
+        left, levels = without, levels + 1
+    if levels + left.count(b"[") > DEEPEST:  # what is left was not closed
+        raise RecursionError(f"lists and objects are nested more than {DEEPEST} levels deep")
 
 
 def sha256(path: Path, advance: Callable[[int], object] = lambda size: None) -> str:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, Literal, NamedTuple, get_origin, get_type_hints
 from pydantic import Field, create_model
 
 from fivefold.errors import UserError, did_you_mean
-from fivefold.files import read_json, read_text
+from fivefold.files import parse_toml, read_json, read_text
 from fivefold.host.devices import BY_NAME
 from fivefold.models.operations import TensorWay
 from fivefold.plan.cluster.devices import Cluster
@@ -135,7 +134,7 @@ def program(name: str, cluster: Cluster) -> Software:
         )
     path = Path(name)
     try:
-        given = tomllib.loads(read_text(path, MOST_BYTES))
+        given = parse_toml(read_text(path, MOST_BYTES))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid TOML: {error!s:.200}") from None
     base = given.pop("base", OWN)

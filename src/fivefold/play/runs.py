@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -12,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from fivefold.errors import UserError, did_you_mean, printable
-from fivefold.files import numbered_folder, remove
+from fivefold.files import numbered_folder, parse_json, remove
 from fivefold.observe.compare import AXES, FIGURES, drawn, read_runs, row, side_by_side
 from fivefold.observe.report import page
 from fivefold.plan.advice.scaling import results
@@ -64,7 +63,7 @@ def _figures(run: Path, stamp: tuple[object, ...]) -> dict[str, Any]:
 def compare(state: State, given: Params) -> dict[str, Any]:
     """given: runs, the names as a JSON list; axis, one of AXES. Returns `side_by_side` and `drawn`."""
     try:
-        names = json.loads(given.get("runs", ""))
+        names = parse_json(given.get("runs", ""))
     except (ValueError, RecursionError):
         names = None
     axis = given.get("axis", AXES[0])

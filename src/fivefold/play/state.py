@@ -26,7 +26,7 @@ from starlette.routing import Route
 from fivefold.data import talk
 from fivefold.data.sources import TOKENS, Source, find
 from fivefold.errors import CheckFailed, UserError, did_you_mean, printable
-from fivefold.files import guard, in_use
+from fivefold.files import guard, in_use, parse_json
 from fivefold.observe.metrics import FILE, last_line
 from fivefold.observe.report import run_recipe
 from fivefold.play.commands import Commands
@@ -224,7 +224,7 @@ def _route(method: str, path: str, function: Callable[[Params], Any]) -> Route:
         if method == "POST":
             given = None
             with suppress(ValueError, RecursionError):
-                given = json.loads(await request.body())
+                given = parse_json(await request.body())
         if not isinstance(given, dict):
             return _answer({"error": "the request's body must be a JSON object"}, 400)
         found, code = await _called(function, given)

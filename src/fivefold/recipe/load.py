@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError, model_validator
 
 from fivefold.errors import LONGEST_WORD, Problem, UserError, brief, did_you_mean, problem, shortened
-from fivefold.files import expanded, guard, read_text
+from fivefold.files import expanded, guard, parse_toml, read_text
 from fivefold.models.section import LARGEST
 from fivefold.recipe import dial, foreign, messages
 from fivefold.recipe.dial import dialled
@@ -167,7 +167,7 @@ def _with_base(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     or its base is no shipped recipe."""
     text = read_text(path, MOST_BYTES)
     try:
-        table = tomllib.loads(text)
+        table = parse_toml(text)
     except tomllib.TOMLDecodeError as error:
         message, _, place = str(error).partition(" (at ")
         # the place is "line 3, column 5", or "end of document"
@@ -327,7 +327,7 @@ class _Draft:
             key, equals, raw = (part.strip() for part in text.partition("="))
             value: Any = raw  # parsed as TOML; the text itself if it is none, or the field holds text
             with suppress(ValueError, RecursionError):  # not TOML, or beyond what Python reads
-                parsed = tomllib.loads(f"v = {raw}")
+                parsed = parse_toml(f"v = {raw}")
                 wants_text = key in KEYS and plain_type(KEYS[key].annotation) is str
                 if parsed.keys() == {"v"} and (not wants_text or isinstance(parsed["v"], str)):
                     value = parsed["v"]

@@ -21,6 +21,7 @@ from fivefold.data.kinds.kind import (
     unreadable,
 )
 from fivefold.errors import UserError
+from fivefold.files import refuse_depth
 
 _DECODER = json.JSONDecoder()
 
@@ -81,6 +82,7 @@ def objects(
         row: Any = None
         try:
             if line.strip():
+                refuse_depth(line)
                 row = json.loads(line.rstrip(b"\r\n").decode("utf-8-sig" if begin == 0 else "utf-8"))
                 row = row if isinstance(row, dict) else f"a JSON {type(row).__name__}; expected an object"
         except UnicodeDecodeError as error:

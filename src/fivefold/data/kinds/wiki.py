@@ -4,12 +4,14 @@ than 16 MiB, which histories may have, ends there."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from fivefold.data.kinds.kind import SPAN, Fields, File, Rows
 
 BEGIN = b"<mediawiki"
+DEEPEST = 10  # elements within each other; a dump has 4
 LONGEST_PAGE = 1 << 24  # bytes; Wikipedia takes articles of 2 MiB
 
 
@@ -29,6 +31,9 @@ class Wiki(Rows):
 
         with file.open() as f:
             for number, xml in enumerate(_pages(f)):
+                if _levels(xml) > DEEPEST:
+                    yield number, f"not a page: elements are nested more than {DEEPEST} levels deep"
+                    continue
                 try:
                     page = fromstring(xml)
                 except ParseError as error:
@@ -37,6 +42,15 @@ class Wiki(Rows):
                 *_, text = ["", *(revision.findtext("text") for revision in page.iterfind("revision"))]
                 if text and page.findtext("ns", "0") == "0" and page.find("redirect") is None:
                     yield number, {fields.text: text}
+
+
+def _levels(xml: bytes) -> int:
+    """How many elements lie within each other, before a parser that keeps them all sees them."""
+    depth = deepest = 0
+    for end, alone in re.findall(rb"<(/?)[a-zA-Z][^<>]*?(/?)>", xml):
+        depth += -1 if end else not alone
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def _pages(f: BinaryIO) -> Iterator[bytes]:

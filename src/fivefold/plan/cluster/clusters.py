@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fivefold.errors import UserError, did_you_mean
-from fivefold.files import read_bytes
+from fivefold.files import parse_toml, read_bytes
 from fivefold.host import tables
 from fivefold.host.devices import BY_NAME, GB, GIB, PCIE, sheet_of
 from fivefold.plan.cluster import measured
@@ -341,7 +340,7 @@ def _described(path: Path, what: str) -> tuple[Cluster, bool]:
 def _read(path: Path) -> tuple[str | None, dict[str, float], tuple[int, ...]]:
     """(base, values in SI units, sizes of the torus) of a file."""
     try:
-        table = tomllib.loads(read_bytes(path, MOST_BYTES).decode("utf-8"))
+        table = parse_toml(read_bytes(path, MOST_BYTES).decode("utf-8"))
     except OSError as error:
         raise UserError(f"cluster '{path}': cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -3,11 +3,11 @@ which are refused. Keys are `section.name`."""
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
 from fivefold.errors import UserError, did_you_mean
+from fivefold.files import parse_toml
 from fivefold.recipe.foreign.reading import Reading
 
 NAME = "torchtitan"
@@ -15,7 +15,7 @@ NAME = "torchtitan"
 
 def given(path: Path) -> dict[str, Any]:
     try:
-        return _flat(tomllib.loads(path.read_text("utf-8")))
+        return _flat(parse_toml(path.read_text("utf-8")))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid TOML: {error!s:.200}") from None
 
