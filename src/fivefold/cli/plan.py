@@ -367,7 +367,9 @@ def search(
         print("\n".join(lines))
     if best:
         save_plan(save, loaded, best)
-        draw_plan(best, searching.apply(loaded, best), typed, pictures, html, json, searching.frontier(found))
+        # each of its plans takes another search
+        frontier = searching.frontier(found) if pictures or html is not None else ()
+        draw_plan(best, searching.apply(loaded, best), typed, pictures, html, json, frontier)
 
 
 def _table(name: str, found: Found, modes: tuple[str, ...]) -> list[str]:
