@@ -85,8 +85,11 @@ def _uncollected() -> Iterator[None]:
         yield
     finally:
         if collects:
+            unfrozen = not gc.get_freeze_count()
             gc.freeze()
             gc.enable()
+            if unfrozen:  # what this froze becomes old, without a look; garbage in it goes with the next full one
+                gc.unfreeze()
 
 
 @_uncollected()
