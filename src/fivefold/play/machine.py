@@ -89,7 +89,9 @@ def answer(
     if not plan.fits:
         near = _smaller(at, recipe, plan, machine, software) if nearby else []
         problem = f"It does not fit: {memory_text(plan.peak_bytes)} of {memory_text(plan.limit)} per device."
-        problem += "" if near or not nearby else " Nothing near it does. More devices may, or the fastest that fits."
+        problem += (
+            "" if near or not nearby else " Nothing near it does. More devices may, or the fastest that fits."
+        )
     return found | shown | {"problem": problem, "nearest": near} | _said(at, apply(recipe, plan))
 
 

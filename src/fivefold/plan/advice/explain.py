@@ -15,6 +15,7 @@ from functools import lru_cache, partial
 from fivefold.errors import UserError, several
 from fivefold.host.devices import GIB
 from fivefold.models.operations import Operation
+from fivefold.observe.format import memory_text, size
 from fivefold.plan.cluster.devices import MARGIN, Cluster, Link
 from fivefold.plan.memory import memory, model_states
 from fivefold.plan.messages import volume
@@ -76,9 +77,9 @@ def summary(plan: Plan) -> list[str]:
     if plan.attention:
         lines.append(f"attention     {plan.attention}")
     away = [(tier, max(getattr(one, tier) for one in plan.memory)) for tier in ("host", "disk")]
-    if offloaded := [f"{size / GIB:.1f} GiB per rank {AWAY[tier]}" for tier, size in away if size]:
+    if offloaded := [f"{memory_text(most)} per rank {AWAY[tier]}" for tier, most in away if most]:
         lines.insert(3, f"offloaded     {', '.join(offloaded)}")
-    sent = ", ".join(f"{axis} {size / GIB:.3g} GiB" for axis, size in plan.sent.items())
+    sent = ", ".join(f"{axis} {size(bytes)}" for axis, bytes in plan.sent.items())
     if plan.slow_links:
         lines.append(f"groups        {plan.slow_links.line(s.replica_groups.count, s.replica_groups.every)}")
     return [*lines, f"sent per step {sent or 'nothing'} (the rank that sends most)"]

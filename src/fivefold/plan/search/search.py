@@ -88,7 +88,9 @@ def _uncollected() -> Iterator[None]:
             unfrozen = not gc.get_freeze_count()
             gc.freeze()
             gc.enable()
-            if unfrozen:  # what this froze becomes old, without a look; garbage in it goes with the next full one
+            if (
+                unfrozen
+            ):  # what this froze becomes old, without a look; garbage in it goes with the next full one
                 gc.unfreeze()
 
 
