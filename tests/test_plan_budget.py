@@ -19,7 +19,6 @@ from fivefold.plan.advice.budget import Questions, answer, ask, lines
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import Plan, predict
 from fivefold.plan.search import search as searching
-from fivefold.plan.search import search as searching
 from fivefold.plan.search.search import fewest_devices, search
 from fivefold.recipe import change, count_parameters, load
 

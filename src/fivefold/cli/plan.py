@@ -225,7 +225,8 @@ def in_time(typed: Typed, params: float | None, ask: budgets.Asked) -> tuple[Rec
 
     recipe, machine, software = read(typed, "dp=1", params, search=True)
     asked = ask.of(recipe)
-    assert asked and asked.deadline
+    assert asked is not None
+    assert asked.deadline is not None
     plan, stride = fewest_devices(recipe, machine, asked, software)
     if plan is None:
         batch, length = recipe.train.global_batch_size, recipe.model.seq_len

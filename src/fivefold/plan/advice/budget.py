@@ -339,7 +339,11 @@ def lines(answers: dict[str, Any]) -> list[str]:
     text += _lost_lines(answers)
     if "devices_for_deadline" in answers:
         days, devices = answers["deadline_days"], answers["devices_for_deadline"]
-        met = f"met; {devices:,} devices would do" if answers["days"] <= days else f"not met; {devices:,} devices do"
+        met = (
+            f"met; {devices:,} devices would do"
+            if answers["days"] <= days
+            else f"not met; {devices:,} devices do"
+        )
         text.append(f"deadline      {days:.4g} days: {met} at this speed per device")
     if "searched" in answers:
         text.append(f"              {answers['searched']}")

@@ -85,13 +85,10 @@ def _uncollected() -> Iterator[None]:
         yield
     finally:
         if collects:
-            unfrozen = not gc.get_freeze_count()
-            gc.freeze()
-            gc.enable()
-            if (
-                unfrozen
-            ):  # what this froze becomes old, without a look; garbage in it goes with the next full one
+            if not gc.get_freeze_count():  # nobody else's; then all becomes old without a look
+                gc.freeze()
                 gc.unfreeze()
+            gc.enable()
 
 
 @_uncollected()
