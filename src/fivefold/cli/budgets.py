@@ -144,6 +144,11 @@ def answers(
             answers["searched"] = (
                 f"searched: {ranks} devices finish in {days:.4g} days with {to_text(best.layout)}"
             )
+            batch, fewer = recipe.train.global_batch_size, answers["devices_for_deadline"]
+            if fewer < ranks and batch % fewer:
+                answers["searched"] += (
+                    f". {fewer:,} have no even share of {batch:,} sequences; a multiple of {fewer:,} divides evenly"
+                )
         if stride > 1:
             answers["searched"] += f" (one in {stride} numbers of nodes was tried)"
     return {"budget": answers}

@@ -217,32 +217,22 @@ def fastest(typed: Typed, params: float | None) -> tuple[Recipe, Plan, int]:
 
 
 def in_time(typed: Typed, params: float | None, ask: budgets.Asked) -> tuple[Recipe, Plan, str]:
-    """(the recipe with the best layout on the fewest nodes that meet the deadline, its plan, what was searched). Raises
-    UserError: none does."""
-    from fivefold.observe.format import short_number
+    """As `planned`, on the fewest nodes that fit and meet the deadline. Raises UserError: none does."""
     from fivefold.plan.predict import predict
     from fivefold.plan.search.search import apply, fewest_devices
 
     recipe, machine, software = read(typed, "dp=1", params, search=True)
-    asked = ask.of(recipe)
-    assert asked is not None
-    assert asked.deadline is not None
-    plan, stride = fewest_devices(recipe, machine, asked, software)
+    asked = ask.of(recipe, always=True)
+    plan, stride = fewest_devices(recipe, machine, asked, software) if asked else (None, 1)
     if plan is None:
-        batch, length = recipe.train.global_batch_size, recipe.model.seq_len
-        steps = asked.tokens / (batch * length)
+        batch = f"{several(recipe.train.global_batch_size, 'sequence')} of {recipe.model.seq_len:,} tokens"
         raise UserError(
-            f"--deadline {ask.deadline}: no tried number of whole nodes of {machine.name} fits and meets it. "
-            f"{short_number(asked.tokens)} tokens in batches of {several(batch, 'sequence')} of {length:,} tokens are "
-            f"{short_number(steps)} steps, of at most {asked.deadline / steps:.3g} s each. Larger batches "
-            "(train.global_batch_size) keep more devices busy"
+            f"--deadline {ask.deadline}: no tried number of whole nodes of {machine.name} fits and meets it with a batch "
+            f"of {batch}. A larger train.global_batch_size keeps more devices busy"
         )
-    best = apply(recipe, plan)
     tried = f" (one in {stride} numbers of nodes was tried)" if stride > 1 else ""
-    why = (
-        f"searched: {machine.name} was given without a number of devices; {plan.ranks} are the fewest, in whole nodes, "
-        f"that fit and meet the deadline{tried}"
-    )
+    why = f"searched: {plan.ranks} devices are the fewest, in whole nodes, that fit and meet the deadline{tried}"
+    best = apply(recipe, plan)
     return best, predict(best, machine, software), why
 
 
@@ -408,8 +398,7 @@ def search(
         print("\n".join(lines))
     if best:
         save_plan(save, loaded, best)
-        # each of its plans takes another search
-        frontier = searching.frontier(found) if pictures or html is not None else ()
+        frontier = searching.frontier(found) if pictures or html else ()  # each plan takes another search
         draw_plan(best, searching.apply(loaded, best), typed, pictures, html, json, frontier)
 
 
