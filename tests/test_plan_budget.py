@@ -439,6 +439,7 @@ def failed(*options: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_deadline_without_a_number_of_devices_plans_the_fewest(monkeypatch: pytest.MonkeyPatch) -> None:
     """They fit and meet it; one node less does not."""
     options = ("--params", "1B", "--tokens", "100B", "--deadline", "1d", "--json", "--cluster")

@@ -227,8 +227,8 @@ def in_time(typed: Typed, params: float | None, ask: budgets.Asked) -> tuple[Rec
     if plan is None:
         batch = f"{several(recipe.train.global_batch_size, 'sequence')} of {recipe.model.seq_len:,} tokens"
         raise UserError(
-            f"--deadline {ask.deadline}: no tried number of whole nodes of {machine.name} fits and meets it with a batch "
-            f"of {batch}. A larger train.global_batch_size keeps more devices busy"
+            f"--deadline {ask.deadline}: no tried number of whole nodes of {machine.name} fits and meets it with a "
+            f"batch of {batch}. A larger train.global_batch_size keeps more devices busy"
         )
     tried = f" (one in {stride} numbers of nodes was tried)" if stride > 1 else ""
     why = f"searched: {plan.ranks} devices are the fewest, in whole nodes, that fit and meet the deadline{tried}"
@@ -383,8 +383,7 @@ def search(
     if budgets.side_by_side(recipe, plans, ask, json, top=top, **alone):
         return
     loaded, machine, software = read(typed, "dp=1", params, search=True)
-    asked = ask.of(loaded)
-    modes = tuple(part.strip() for part in precision.split(",")) if precision is not None else ()
+    asked, modes = ask.of(loaded), tuple(part.strip() for part in precision.split(",")) if precision else ()
     found = searching.search(loaded, machine, top or 10, software, modes)
     if not found.plans and (save is not None or not json):
         raise UserError(f"{recipe} on {machine.name}:{machine.devices}: {found.nothing}")
@@ -398,7 +397,7 @@ def search(
         print("\n".join(lines))
     if best:
         save_plan(save, loaded, best)
-        frontier = searching.frontier(found) if pictures or html else ()  # each plan takes another search
+        frontier = searching.frontier(found) if pictures or html else ()  # a search for each of its plans
         draw_plan(best, searching.apply(loaded, best), typed, pictures, html, json, frontier)
 
 
