@@ -2,6 +2,7 @@
 that every layout trains the same."""
 
 import math
+from operator import attrgetter
 
 import pytest
 import torch
@@ -85,6 +86,20 @@ def test_another_depth_sets_what_a_written_recipe_has_from_its_own(tmp_path) -> 
             wanted.train.steps,
             wanted.train.global_batch_size,
         )
+
+
+def test_a_value_that_a_file_names_by_hand_stays_also_if_it_is_that_of_its_depth(tmp_path) -> None:
+    """Every field of the dial. Each file names one of them, and leaves the others to its depth."""
+    shallow, deeper = (resolve(load("dial", [f"model.depth={n}"]), vocab_size=4096) for n in (4, 8))
+    path, moved = tmp_path / "mine.toml", set[str]()
+    for key in (*(one.key for one in SETTINGS), "train.steps"):
+        value = attrgetter(key)(shallow)
+        if value is None:
+            continue
+        moved |= {key} if value != attrgetter(key)(deeper) else set()
+        path.write_text(f'base = "dial"\nmodel.depth = 4\n{key} = {value}\n')
+        assert attrgetter(key)(load(path, ["model.depth=8"])) == value, key
+    assert {"model.layers", "model.dim", "model.heads", "train.global_batch_size", "optim.lr"} <= moved
 
 
 def test_a_message_says_what_the_dial_has_set() -> None:

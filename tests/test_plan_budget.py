@@ -28,6 +28,8 @@ GPT3 = ["model.arch=gpt2", "model.layers=96", "model.dim=12288", "model.heads=96
         "model.seq_len=2048", "model.vocab_size=51200", "model.norm_eps=none", "train.global_batch_size=1536",
         "train.microbatch_size=1"]  # fmt: skip
 
+SMALL_RUN = ("train.global_batch_size=64", "model.seq_len=2048", "model.vocab_size=32000")
+
 
 def test_gpt3_within_a_month() -> None:
     """GPT-3, 300B tokens, 160 TFLOP/s a device: about 800 devices for a month."""
@@ -394,10 +396,10 @@ def test_the_command_answers() -> None:
     ]
     text = RUNNER.invoke(app, options).stdout
     for word in (
-        "1.4e+12 tokens",
+        "1.4T tokens",
         "device-hours",
         "at this price",
-        "30 days need",
+        "30 days: ",
         "Chinchilla",
         "critical size",
     ):
@@ -424,6 +426,48 @@ def test_the_command_searches_for_the_deadline() -> None:
     found = json.loads(RUNNER.invoke(app, options).stdout)
     assert found["budget"]["searched_devices"] % 8 == 0
     assert f"searched: {found['budget']['searched_devices']} devices finish" in found["budget"]["searched"]
+
+
+def planned_text(*options: str, sets: tuple[str, ...] = SMALL_RUN) -> str:
+    words = [word for text in sets for word in ("--set", text)]
+    return RUNNER.invoke(app, ["plan", "quickstart", *words, *options]).output
+
+
+def failed(*options: str) -> str:
+    with pytest.raises(UserError) as caught:
+        RUNNER.invoke(app, ["plan", "quickstart", *options], catch_exceptions=False)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_deadline_without_a_number_of_devices_plans_the_fewest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They fit and meet it; one node less does not."""
+    options = ("--params", "1B", "--tokens", "100B", "--deadline", "1d", "--json", "--cluster")
+    found = json.loads(planned_text(*options, "h100"))
+    assert found["fits"]
+    assert found["budget"]["days"] <= 1
+    assert "devices are the fewest, in whole nodes, that fit and meet the deadline" in found["searched"]
+    ranks = found["ranks"]
+    assert ranks % 8 == 0
+    fewer = json.loads(planned_text(*options, f"h100:{ranks - 8}"))
+    assert fewer["ranks"] == ranks - 8
+    assert fewer["budget"]["days"] > 1
+    monkeypatch.setattr(searching, "fewest_devices", lambda *asked: (None, 1))
+    text = failed(*options, "h100")
+    assert "no tried number of whole nodes of h100 fits and meets it" in text
+    assert "train.global_batch_size" in text
+
+
+def test_a_plan_that_does_not_fit_has_no_days() -> None:
+    options = ("--params", "13B", "--layout", "dp=8", "--tokens", "2T", "--deadline", "60d", "--price", "2")
+    text = planned_text(*options, "--cluster", "h100:8")
+    assert "DOES NOT FIT" in text
+    assert "budget        none: the layout does not fit" in text
+    assert not any(word in text for word in ("days", "device-hours", "deadline  "))
+    assert "budget" not in json.loads(planned_text(*options, "--cluster", "h100:8", "--json"))
+    both = planned_text(*options, "--cluster", "h100:8", "--cluster", "a100:8")
+    assert both.count("(DOES NOT FIT)") == 2
+    assert "tokens, predicted" not in both
 
 
 def test_the_command_takes_a_size() -> None:

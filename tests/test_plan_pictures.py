@@ -22,6 +22,7 @@ from fivefold.plan.pages.pictures import (
     roofline_svg,
 )
 from fivefold.plan.predict import Plan, predict
+from fivefold.plan.search import search as searching
 from fivefold.plan.search.search import frontier, search
 from fivefold.plan.time.stage_costs import pipeline, stage_costs
 from fivefold.recipe import load
@@ -221,3 +222,13 @@ def test_frontier_by_the_command(tmp_path: Path) -> None:
     drawn = CliRunner().invoke(app, [*options, "--pictures"])
     assert drawn.exit_code == 0
     assert drawn.output.index("frontier: ") < drawn.output.index("memory per device")
+
+
+def test_no_frontier_is_searched_that_nobody_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its plans takes another search."""
+    drawn = list[bool]()
+    monkeypatch.setattr(searching, "frontier", lambda found: drawn.append(True) or [])
+    options = ["plan", "search", "quickstart", "--cluster", "h100:2", "--top", "1"]
+    for more, times in (([], 0), (["--json"], 0), (["--pictures"], 1)):
+        assert CliRunner().invoke(app, [*options, *more]).exit_code == 0
+        assert len(drawn) == times

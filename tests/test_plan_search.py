@@ -28,7 +28,9 @@ from fivefold.plan.search.best_first import Search
 from fivefold.plan.search.bound import Bounds
 from fivefold.plan.search.halves import Halves, Told, choice_of
 from fivefold.plan.search.search import apply, search, space_of
+from fivefold.plan.search.shared import SharedCosts
 from fivefold.plan.search.space import SEQUENCES, Choice, Space
+from fivefold.plan.setting import documents_of
 from fivefold.recipe import Recipe, change, load
 from fivefold.recipe.rules import contradictions, with_layout
 from fivefold.schedules.pipeline import SCHEDULES
@@ -466,14 +468,27 @@ def test_by_bytes_no_layout_takes_less_than_was_said_of_those_to_come(
 
 
 def test_best_first_and_all_fit() -> None:
+    frozen = gc.get_freeze_count()
     found = search(LLAMA, parse("a100:64"), top=8)
     assert gc.isenabled(), "a search stops it, but for itself"
+    assert gc.get_freeze_count() == frozen, "what it leaves can be collected"
     seconds = [p.step.seconds for p in found.plans]
     assert seconds == sorted(seconds)
     assert all(p.fits and p.layout.ranks == 64 and p.tokens == 512 * 4096 for p in found.plans)
     assert found.considered == len(found.plans) + sum(found.rejected.values())
     assert found.reasons[0] == ""
     assert all(found.reasons[1:])
+
+
+def test_only_a_sample_of_documents_is_priced_for_each_microbatch() -> None:
+    """Where documents end is mostly not known. Then attention is priced as of whole sequences, by the same bounds."""
+    cluster, none = parse("h100:8"), setting.FIVEFOLD
+    unknown, assumed = (replace(none, documents=documents_of(LLAMA, tokens)) for tokens in (None, 512))
+    exact = [SharedCosts(LLAMA.model, cluster, program).exact for program in (none, unknown, assumed)]
+    assert exact == [False, False, True]
+    small, few = change(LLAMA, ["model.layers=4", "train.global_batch_size=16"], "dp=1"), parse("h100:2")
+    one, other = (search(small, few, 3, program).plans for program in (none, unknown))
+    assert [(p.layout, p.step.seconds) for p in one] == [(p.layout, p.step.seconds) for p in other]
 
 
 def test_layouts_as_fast_that_differ_little_are_one_line() -> None:

@@ -47,6 +47,8 @@ def test_every_answer_is_that_of_the_page(data: dict[str, Any]) -> None:
         found, there = cell(data, number), dict(zip(data["grid"], place, strict=True))
         moves = {key: there[key] for key in ("devices", *there) if there[key] != own[key]}
         wanted = json.loads(json.dumps(answer(AT, moves, recorded.PIXELS)))
+        # a file has no buttons to what is near, and does not look for it
+        wanted["problem"] = wanted["problem"].partition(" Nothing near it does.")[0]
         problems += bool(found["problem"])
         assert [found.get(name) for name in ("problem", "figures", "pictures", "command", "toml")] == [
             wanted.get(name) for name in ("problem", "figures", "pictures", "command", "toml")

@@ -148,7 +148,7 @@ def test_the_best_rate_of_each_size_is_fitted_and_marked() -> None:
     assert [run.name[-4:] for run in found.runs] == ["2e-3"] * 16
     assert len(found.curves) == 16
     curve = found.curves[0]
-    assert (curve.key, curve.label) == ("optim.lr", "N 10M, D 1G")
+    assert (curve.key, curve.label) == ("optim.lr", "N 10M, D 1B")
     assert curve.best == (2e-3, runs[1].loss)
     assert curve.valley
     assert 2e-3 < curve.valley < 4e-3

@@ -60,6 +60,8 @@ COLUMNS = [
     "cluster", "devices", "step s", "MFU %", "GiB", "tokens/day", "days", "MWh", "cost", "per 1e9 tokens", "layout"
 ]  # fmt: skip
 
+NO_BUDGET = "budget        none: the layout does not fit (`plan search` lists those that do)"
+
 
 def side_by_side(
     name: str,
@@ -72,7 +74,7 @@ def side_by_side(
     none. plans: for each cluster what makes its plan, with the recipe and what was searched. alone: options for one
     cluster. Raises UserError: one of these was given, another number of prices than one and that of the clusters, or no
     cluster has a plan."""
-    from fivefold.observe.format import aligned
+    from fivefold.observe.format import aligned, short_number
     from fivefold.plan.advice.budget import answer
     from fivefold.sharding.layout import to_text
 
@@ -89,7 +91,7 @@ def side_by_side(
         try:
             recipe, plan, searched = make()
             questions = asked.of(recipe, number, always=True)
-            budget = answer(plan, questions) if questions else {}
+            budget = answer(plan, questions) if questions and plan.fits else {}
         except UserError as error:
             reasons.append(str(error))
             rows.append([cluster, *["-"] * (len(COLUMNS) - 2), str(error)])
@@ -103,8 +105,9 @@ def side_by_side(
         rows.append([plan.setting.cluster.name, f"{plan.ranks:,}", *cells, text])
     if len(reasons) == clusters:
         raise UserError("; ".join(dict.fromkeys(reasons)))
-    tokens = next(one["budget"]["tokens"] for one in found if "budget" in one)
-    lines = [f"{name}, {tokens:.4g} tokens, predicted", *aligned(rows, (0, 10))]
+    tokens = next((one["budget"]["tokens"] for one in found if one.get("budget")), None)
+    of = f"{name}, {short_number(tokens)} tokens" if tokens else name
+    lines = [f"{of}, predicted", *aligned(rows, (0, 10))]
     print_json({"clusters": found}) if json else print("\n  ".join(lines))
     return True
 
@@ -141,6 +144,11 @@ def answers(
             answers["searched"] = (
                 f"searched: {ranks} devices finish in {days:.4g} days with {to_text(best.layout)}"
             )
+            batch, fewer = recipe.train.global_batch_size, answers["devices_for_deadline"]
+            if fewer < ranks and batch % fewer:
+                answers["searched"] += (
+                    f". {fewer:,} have no even share of {batch:,} sequences; a multiple of {fewer:,} divides evenly"
+                )
         if stride > 1:
             answers["searched"] += f" (one in {stride} numbers of nodes was tried)"
     return {"budget": answers}

@@ -185,7 +185,7 @@ def _summary_text(name: str, recipe: Recipe, result: dict[str, Any]) -> list[str
         rows = [
             ("model", f"{shape}, V {result['vocab_size']}: {short['parameters']} parameters{active}"),
             ("run", f"{run} ({result['tokens_per_parameter']:,.3g} per parameter)"),
-            ("compute", f"{short['flops_per_token']} FLOPs per token, {result['total_flops']:.3g} in total"),
+            ("compute", "{flops_per_token:.3g} FLOPs per token, {total_flops:.3g} in total".format(**result)),
             *rows,
         ]
     if (memory := result["memory"]) is not None:

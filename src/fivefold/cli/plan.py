@@ -128,13 +128,13 @@ def plan(
     every = [Typed(recipe, set_ or [], name, assumed, software or "") for name in cluster or [CLUSTER]]
     typed, ask = every[0], budgets.Asked(tokens, deadline, price, noise_scale, mtbf, restart)
     source = foreign.told(recipe, typed.cluster, json)
-    plans = [(one.cluster, partial(planned, one, layout, params)) for one in every]
+    plans = [(one.cluster, partial(planned, one, layout, params, ask)) for one in every]
     alone = {"explain": explain, "save": save, "html": html, "pictures": pictures}
     if budgets.side_by_side(recipe, plans, ask, json, **alone):
         return
-    loaded, result, searched = planned(typed, layout, params)
+    loaded, result, searched = planned(typed, layout, params, ask)
     asked = ask.of(loaded)
-    answers = {"budget": answer(result, asked)} if asked else {}
+    answers = {"budget": answer(result, asked)} if asked and result.fits else {}
     save_plan(save, loaded, result)
     if json:
         terms = {"terms": dict(result.step.terms)} if explain else {}
@@ -143,9 +143,10 @@ def plan(
         from fivefold.plan.advice.explain import explain as every_term
 
         lines = [searched] * bool(searched)
-        lines += [*summary(recipe, result), *accuracy(result)]
+        lines += summary(recipe, result)
         lines += ["", *every_term(result)] if explain else []
-        print("\n".join([*lines, *budgets.budget_lines(answers)]))
+        lines += [f"  {budgets.NO_BUDGET}"] if asked and not result.fits else budgets.budget_lines(answers)
+        print("\n".join([*lines, *accuracy(result)]))
     draw_plan(result, loaded, typed, pictures, html, json)
 
 
@@ -164,10 +165,13 @@ def read(
     return read(typed, layout, params, search)
 
 
-def planned(typed: Typed, layout: str | None, params: float | None) -> tuple[Recipe, Plan, str]:
+def planned(
+    typed: Typed, layout: str | None, params: float | None, ask: budgets.Asked
+) -> tuple[Recipe, Plan, str]:
     """(recipe, its plan, "" or what was searched). The fastest layout that fits takes the place of the recipe's own,
-    if that does not have the cluster's number of ranks. One that was typed stays: it is refused. Raises UserError: the
-    plan cannot be made, or no layout fits."""
+    if that does not have the cluster's number of ranks, and so does the one on the fewest devices that meet a deadline,
+    if the cluster has no number. One that was typed stays: it is refused. Raises UserError: the plan cannot be made, no
+    layout fits, or none meets the deadline."""
     from fivefold.plan.predict import predict
     from fivefold.plan.software import OWN
     from fivefold.sharding.layout import Layout, to_text
@@ -176,9 +180,16 @@ def planned(typed: Typed, layout: str | None, params: float | None) -> tuple[Rec
     own = Layout.from_recipe(recipe.layout)
     typed_layout = layout is not None or any(text.strip().startswith("layout.") for text in typed.sets)
     alone = recipe.replica_groups.count > 1 or recipe.servers.count > 0  # not searched
+    foreign_software = typed.software not in ("", OWN)
+    if (
+        ask.deadline
+        and machine.connected
+        and not (machine.devices or typed_layout or alone or foreign_software)
+    ):
+        return in_time(typed, params, ask)
     if typed_layout or alone or machine.devices in (0, own.ranks):
         return recipe, predict(recipe, machine, software), ""
-    if typed.software not in ("", OWN):
+    if foreign_software:
         raise UserError(
             f"--software {typed.software}: the layout of {typed.name} is for {several(own.ranks, 'rank')} and not for "
             f"{machine.devices}, and layouts are searched for this program only; give --layout"
@@ -205,6 +216,26 @@ def fastest(typed: Typed, params: float | None) -> tuple[Recipe, Plan, int]:
     return best, predict(best, machine, software), found.considered
 
 
+def in_time(typed: Typed, params: float | None, ask: budgets.Asked) -> tuple[Recipe, Plan, str]:
+    """As `planned`, on the fewest nodes that fit and meet the deadline. Raises UserError: none does."""
+    from fivefold.plan.predict import predict
+    from fivefold.plan.search.search import apply, fewest_devices
+
+    recipe, machine, software = read(typed, "dp=1", params, search=True)
+    asked = ask.of(recipe, always=True)
+    plan, stride = fewest_devices(recipe, machine, asked, software) if asked else (None, 1)
+    if plan is None:
+        batch = f"{several(recipe.train.global_batch_size, 'sequence')} of {recipe.model.seq_len:,} tokens"
+        raise UserError(
+            f"--deadline {ask.deadline}: no tried number of whole nodes of {machine.name} fits and meets it with a "
+            f"batch of {batch}. A larger train.global_batch_size keeps more devices busy"
+        )
+    tried = f" (one in {stride} numbers of nodes was tried)" if stride > 1 else ""
+    why = f"searched: {plan.ranks} devices are the fewest, in whole nodes, that fit and meet the deadline{tried}"
+    best = apply(recipe, plan)
+    return best, predict(best, machine, software), why
+
+
 def _fastest(typed: Typed, params: float | None) -> tuple[Recipe, Plan, str]:
     return (*fastest(typed, params)[:2], "")
 
@@ -220,9 +251,9 @@ def accuracy(plan: Plan) -> list[str]:
     from fivefold.plan.memory import memory
     from fivefold.plan.software import said
 
-    measured = f"it was {100 * memory.ERROR:.2g}% off measured peaks on average"
+    measured = f"memory {100 * memory.ERROR:.2g}% off measured peaks on average"
     size, *time = [measured] if plan.setting.cluster.on_cpu else said(plan.setting)
-    return [f"  memory is from a formula: {size}; `plan trace` is exact", *(f"  {line}" for line in time)]
+    return [f"  accuracy      {size}; `plan trace` is exact", *(f"                {line}" for line in time)]
 
 
 def save_plan(path: Path | None, recipe: Recipe, plan: Plan) -> None:
@@ -352,8 +383,7 @@ def search(
     if budgets.side_by_side(recipe, plans, ask, json, top=top, **alone):
         return
     loaded, machine, software = read(typed, "dp=1", params, search=True)
-    asked = ask.of(loaded)
-    modes = tuple(part.strip() for part in precision.split(",")) if precision is not None else ()
+    asked, modes = ask.of(loaded), tuple(part.strip() for part in precision.split(",")) if precision else ()
     found = searching.search(loaded, machine, top or 10, software, modes)
     if not found.plans and (save is not None or not json):
         raise UserError(f"{recipe} on {machine.name}:{machine.devices}: {found.nothing}")
@@ -367,7 +397,8 @@ def search(
         print("\n".join(lines))
     if best:
         save_plan(save, loaded, best)
-        draw_plan(best, searching.apply(loaded, best), typed, pictures, html, json, searching.frontier(found))
+        frontier = searching.frontier(found) if pictures or html else ()  # a search for each of its plans
+        draw_plan(best, searching.apply(loaded, best), typed, pictures, html, json, frontier)
 
 
 def _table(name: str, found: Found, modes: tuple[str, ...]) -> list[str]:

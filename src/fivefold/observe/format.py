@@ -14,10 +14,10 @@ from fivefold.errors import printable
 
 
 def short_number(value: float) -> str:
-    """Four significant digits and a thousands letter: 13.82M, 1,234, 950. Else `nan`, `inf`, `-inf`."""
+    """Four significant digits and a thousands letter: 8.03B, 13.82M, 1,234, 950. Else `nan`, `inf`, `-inf`."""
     if not math.isfinite(value):
         return str(float(value))
-    for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+    for factor, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= factor:
             return f"{value / (1e3 if letter == 'k' else factor):.4g}{letter}"
     return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
@@ -38,7 +38,8 @@ def memory_text(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time in its two largest units: `0.4s`, `42s`, `3m05s`, `4d03h`, `12y` from 1000 days on; `?` if not known."""
+    """A time in its two largest units: `0.4s`, `42s`, `3m05s`, `4d03h`, `266d` from 100 days on, `12y` from
+    1000; `?` if not known."""
     if not math.isfinite(seconds) or seconds < 0:
         return "?"
     if seconds < 9.95:
@@ -48,6 +49,8 @@ def duration(seconds: float) -> str:
     days, h = divmod(hours, 24)
     if days >= 1000:
         return f"{days / 365.25:,.0f}y"
+    if days >= 100:
+        return f"{days}d"
     return f"{days}d{h:02d}h" if days else f"{h}h{m:02d}m" if h else f"{m}m{s:02d}s" if m else f"{s}s"
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, get_origin, get_type_hints
 
 from pydantic import Field, create_model
 
-from fivefold.errors import UserError, did_you_mean
+from fivefold.errors import UserError, did_you_mean, several
 from fivefold.files import parse_toml, read_json, read_text
 from fivefold.host.devices import BY_NAME
 from fivefold.models.operations import TensorWay
@@ -168,12 +168,11 @@ class Evidence(NamedTuple):
 
     def says(self, what: str) -> str:
         """In words. what: "time" or "memory"."""
-        devices = f"{self.fewest:,} to {self.most:,}" if self.most > self.fewest else f"{self.most:,}"
-        devices += " device" + "s" * (self.most > 1)
-        kind, off = f"of this kind ({self.sources}; {devices})", f"{100 * self.mean:.2g}% off in {what}"
+        devices = f"{self.fewest:,} to " * (self.most > self.fewest) + several(self.most, "device")
+        runs = f"{several(self.rows, 'published run')} of this kind on {devices}"
         if self.rows == 1:
-            return f"the plan of one published run {kind} was {off}"
-        return f"plans of {self.rows} published runs {kind} were {off} on average, {100 * self.worst:.2g}% at worst"
+            return f"{what} {100 * self.mean:.2g}% off ({runs})"
+        return f"{what} {100 * self.mean:.2g}% off on average, {100 * self.worst:.2g}% at worst ({runs})"
 
 
 def kind_of(s: Setting, what: str) -> Kind:
@@ -196,16 +195,14 @@ def said(s: Setting) -> list[str]:
     memory, time = [
         found.says(what)
         if (found := evidence(s, what))
-        else f"nobody has published the {what} of a run of this kind"
+        else f"{what} not known: nobody has published a run of this kind"
         for what in ("memory", "time")
     ]
     away = s.layout.offload != NOT_OFFLOADED
     traced = _published()["traced"][away,]
     if traced.worst > FAR:
         off = f"{100 * traced.mean:.2g}% on average, {100 * traced.worst:.2g}% at worst"
-        memory += (
-            f"; plans of {traced.rows} traced steps {'with' if away else 'without'} offload were off by {off}"
-        )
+        memory += f"; {off} in {traced.rows} traced steps {'with' if away else 'without'} offload"
     return [memory, time]
 
 

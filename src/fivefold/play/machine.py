@@ -58,10 +58,15 @@ Near = dict[str, Any]
 
 
 def answer(
-    at: Position, moves: Mapping[str, str], width: int = WIDE, known: dict[Any, Any] | None = None
+    at: Position,
+    moves: Mapping[str, str],
+    width: int = WIDE,
+    known: dict[Any, Any] | None = None,
+    nearby: bool = True,
 ) -> dict[str, Any]:
     """What the page shows at a position behind moves (what: its value). known: as for `predict`. Without a plan it has
-    a `problem`; without a `position` the moves lead nowhere."""
+    a `problem`; without a `position` the moves lead nowhere. nearby: with the nearest positions that are valid and
+    fit."""
     try:
         at, layout, base, machine = moved(at, moves)
     except UserError as error:
@@ -78,12 +83,15 @@ def answer(
             raise UserError('no pictures are drawn of a plan with sync.method = "server"')
         shown = _shown(at, recipe, plan, max(NARROW, min(width, WIDE)))
     except UserError as error:
-        return found | {"problem": _words(error), "nearest": _valid(at, base, layout, error)} | _said(at)
+        valid = _valid(at, base, layout, error) if nearby else []
+        return found | {"problem": _words(error), "nearest": valid} | _said(at)
     near, problem = list[Near](), ""
     if not plan.fits:
-        near = _smaller(at, recipe, plan, machine, software)
+        near = _smaller(at, recipe, plan, machine, software) if nearby else []
         problem = f"It does not fit: {memory_text(plan.peak_bytes)} of {memory_text(plan.limit)} per device."
-        problem += "" if near else " Nothing near it does. More devices may, or the fastest that fits."
+        problem += (
+            "" if near or not nearby else " Nothing near it does. More devices may, or the fastest that fits."
+        )
     return found | shown | {"problem": problem, "nearest": near} | _said(at, apply(recipe, plan))
 
 

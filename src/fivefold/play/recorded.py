@@ -97,7 +97,7 @@ def answers(at: Position, chosen: Grid, own: Mapping[str, str]) -> Iterator[dict
         place = dict(zip(chosen, values, strict=True))
         # devices first: dp takes what the other axes leave
         moves = {key: place[key] for key in ("devices", *chosen) if place[key] != own[key]}
-        found: dict[str, Any] = answer(at, moves, PIXELS, known) | {"nearest": []}
+        found: dict[str, Any] = answer(at, moves, PIXELS, known, nearby=False)
         there = found.get("position", at.as_json())
         kept = [_kept(one, chosen, place) for one in found.get("controls", [])]
         yield found | {"position": {**place, "layout": there["layout"]}, "controls": kept}

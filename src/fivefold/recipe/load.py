@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Sequence
 from contextlib import suppress
 from html import escape
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -281,12 +282,16 @@ class _Draft:
         return {*dial.KEYS} - self._given() if depth else set()
 
     def _forget_dialled(self) -> None:
-        """Leaves open what the table has from a depth of its own, as a run's recipe does: a new depth sets it."""
+        """Leaves open what a run's recipe, which names every field, has from a depth of its own: a new depth sets it.
+        A recipe that leaves some of these fields open was written by hand, and what it names stays."""
         draft = _Draft(self.table, self.origins)
         found = Recipe.model_construct(**{section: draft._section(section) for section in SECTIONS})
         if found.model.depth is None or draft.problems:  # they are said later
             return
-        for key in dial.follows(dialled(found, self._given()), steps_for):
+        given, full = self._given(), dialled(found, self._given())
+        if any(attrgetter(key)(full) is not None for key in {*dial.KEYS} - given):
+            return
+        for key in dial.follows(full, steps_for):
             section, _, name = key.partition(".")
             self.table.get(section, {}).pop(name, None)
 

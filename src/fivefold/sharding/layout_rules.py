@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import combinations, islice, product
+from typing import Any
 
 from fivefold.errors import UserError, did_you_mean
 from fivefold.schedules.collectives.registry import AUTO, CHOICES, LIBRARY, algorithm_problem
@@ -231,23 +232,28 @@ def nearest(
     unused axes stay unused if possible. ZeRO is set to 1 where states must be shared, and to 0 where no ranks can share
     them. Messages are sent as `PLAIN` says where their algorithm, or ZeRO++, is not for so many ranks."""
 
-    def distance(candidate: Layout) -> float:
-        pairs = [(getattr(layout, axis), getattr(candidate, axis)) for axis in AXES]
-        doublings = sum(abs(math.log2(new / old)) + (old == 1 < new) for old, new in pairs)
-        others = sum(getattr(candidate, name) != getattr(layout, name) for name in ("zero", *PLAIN))
-        return doublings + 0.5 * others
+    costs = [
+        {new: abs(math.log2(new / old)) + (old == 1 < new) for new in divisors(ranks)}
+        for old in (getattr(layout, axis) for axis in AXES)
+    ]
+    own = tuple(getattr(layout, name) for name in ("zero", *PLAIN))
+
+    def distance(candidate: tuple[tuple[Any, ...], tuple[int, ...], int]) -> float:
+        how, sizes, zero = candidate
+        doublings = sum(cost[new] for cost, new in zip(costs, sizes, strict=True))
+        return doublings + 0.5 * sum(new != old for new, old in zip((zero, *how), own, strict=True))
 
     stages = {0, layout.zero, layout.zero or (1 if layout.dp_shard > 1 else 0)}
-    candidates = [
+    ways = product(*(dict.fromkeys((getattr(layout, name), usual)) for name, usual in PLAIN.items()))
+    # there are thousands, and few of them become layouts
+    candidates = sorted(product(ways, _sizes(layout, ranks), sorted(stages)), key=distance)
+    found = (
         replace(
             layout, zero=zero, **dict(zip(PLAIN, how, strict=True)), **dict(zip(AXES, sizes, strict=True))
         )
-        for how in product(*(dict.fromkeys((getattr(layout, name), usual)) for name, usual in PLAIN.items()))
-        for sizes in _sizes(layout, ranks)
-        for zero in sorted(stages)
-    ]
-    candidates.sort(key=distance)
-    return list(islice((c for c in candidates if not any(problems(c)) and allowed(c)), count))
+        for how, sizes, zero in candidates
+    )
+    return list(islice((c for c in found if not any(problems(c)) and allowed(c)), count))
 
 
 def _sizes(layout: Layout, ranks: int) -> Iterator[tuple[int, ...]]:

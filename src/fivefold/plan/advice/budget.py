@@ -11,6 +11,7 @@ from typing import Any
 from fivefold.errors import UserError, several
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
+from fivefold.observe.format import short_number
 from fivefold.plan.advice import failures
 from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.predict import Plan
@@ -321,13 +322,13 @@ def _minutes(seconds: float) -> str:
 
 
 def lines(answers: dict[str, Any]) -> list[str]:
-    cost = ""
+    cost, number = "", {k: short_number(v) for k, v in answers.items() if type(v) in (int, float)}
     if "cost" in answers:
-        cost = f", {answers['cost']:,.0f} at this price ({answers['cost_per_1e9_tokens']:.4g} per 1e9 tokens)"
+        cost = f", {answers['cost']:,.0f} at this price ({answers['cost_per_1e9_tokens']:.4g} per 1B tokens)"
     text = [
-        f"budget        {answers['tokens']:.4g} tokens, {answers['active_parameters']:.4g} active parameters: "
+        f"budget        {number['tokens']} tokens, {number['active_parameters']} active parameters: "
         f"{answers['flops_6nd']:.3g} FLOPs (6 N D), {answers['flops_with_attention']:.3g} with attention",
-        f"time          {answers['days']:.4g} days at {answers['tokens_per_day']:.4g} tokens a day, "
+        f"time          {answers['days']:.4g} days at {number['tokens_per_day']} tokens per day, "
         f"{answers['device_hours']:,.0f} device-hours{cost}",
     ]
     if "energy_mwh" in answers:
@@ -338,17 +339,22 @@ def lines(answers: dict[str, Any]) -> list[str]:
     text += _lost_lines(answers)
     if "devices_for_deadline" in answers:
         days, devices = answers["deadline_days"], answers["devices_for_deadline"]
-        text.append(f"deadline      {days:.4g} days need {devices:,} devices at this speed per device")
+        met = (
+            f"met; {devices:,} devices would do"
+            if answers["days"] <= days
+            else f"not met; {devices:,} devices do"
+        )
+        text.append(f"deadline      {days:.4g} days: {met} at this speed per device")
     if "searched" in answers:
         text.append(f"              {answers['searched']}")
-    best, other = answers["chinchilla"], answers["kaplan"]
+    best, other = ({k: short_number(v) for k, v in answers[law].items()} for law in ("chinchilla", "kaplan"))
     source = answers["critical_batch_from"]
     return [
         *text,
-        f"compute       best for this model: {answers['optimal_tokens']:.3g} tokens (20 per parameter); best for these "
-        f"FLOPs: {best['parameters']:.3g} parameters on {best['tokens']:.3g} tokens (Chinchilla), "
-        f"{other['parameters']:.3g} on {other['tokens']:.3g} (Kaplan)",
-        f"batch         critical size {answers['critical_batch_tokens']:.3g} tokens (from the {source}); this batch of "
+        f"compute       best for this model: {number['optimal_tokens']} tokens (20 per parameter); best for these "
+        f"FLOPs: {best['parameters']} parameters on {best['tokens']} tokens (Chinchilla), "
+        f"{other['parameters']} on {other['tokens']} (Kaplan)",
+        f"batch         critical size {number['critical_batch_tokens']} tokens (from the {source}); this batch of "
         f"{answers['batch_tokens']:,} takes {answers['steps_over_fewest']:.3g} times the fewest steps and "
         f"{answers['tokens_over_fewest']:.3g} times the fewest tokens",
     ]

@@ -15,6 +15,7 @@ from functools import lru_cache, partial
 from fivefold.errors import UserError, several
 from fivefold.host.devices import GIB
 from fivefold.models.operations import Operation
+from fivefold.observe.format import memory_text, short_number, size
 from fivefold.plan.cluster.devices import MARGIN, Cluster, Link
 from fivefold.plan.memory import memory, model_states
 from fivefold.plan.messages import volume
@@ -32,6 +33,7 @@ from fivefold.sharding.tiers import NOT_OFFLOADED, OFFLOADS
 
 AWAY = {"host": "in host memory", "disk": "on disk"}
 LESS = 0.98  # a change counts if it needs less than this share of the memory
+LARGE_BATCH = 2**26  # tokens of a step; published runs have up to 63M (DeepSeek-V3)
 WORTH = 0.001  # a smaller share is not mentioned
 SMALLER = 1 / 32  # of the memory: a plan that saves less counts as no smaller
 EXPOSED_AS = {
@@ -76,9 +78,12 @@ def summary(plan: Plan) -> list[str]:
     if plan.attention:
         lines.append(f"attention     {plan.attention}")
     away = [(tier, max(getattr(one, tier) for one in plan.memory)) for tier in ("host", "disk")]
-    if offloaded := [f"{size / GIB:.1f} GiB per rank {AWAY[tier]}" for tier, size in away if size]:
+    if offloaded := [f"{memory_text(most)} per rank {AWAY[tier]}" for tier, most in away if most]:
         lines.insert(3, f"offloaded     {', '.join(offloaded)}")
-    sent = ", ".join(f"{axis} {size / GIB:.3g} GiB" for axis, size in plan.sent.items())
+    if plan.tokens > LARGE_BATCH:
+        batch = f"{short_number(plan.tokens)} tokens per step: train.global_batch_size counts sequences"
+        lines.append(f"batch         {batch}, here of {s.model.seq_len:,} tokens")
+    sent = ", ".join(f"{axis} {size(bytes)}" for axis, bytes in plan.sent.items())
     if plan.slow_links:
         lines.append(f"groups        {plan.slow_links.line(s.replica_groups.count, s.replica_groups.every)}")
     return [*lines, f"sent per step {sent or 'nothing'} (the rank that sends most)"]

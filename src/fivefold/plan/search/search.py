@@ -85,7 +85,9 @@ def _uncollected() -> Iterator[None]:
         yield
     finally:
         if collects:
-            gc.freeze()
+            if not gc.get_freeze_count():  # nobody else's; then all becomes old without a look
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 

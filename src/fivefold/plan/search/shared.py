@@ -116,8 +116,10 @@ class SharedCosts:
         self.second = card_of(model).second
         mixed = self.second.count(True)
         self.whole = Share(len(self.second) - mixed, mixed, 1, 1)
-        # no price grows with its size alone; of windows, only several sequences copy keys
-        self.exact = bool(cluster.machine or software.documents or card_of(model).narrow)
+        # no price grows with its size alone; of windows, only several sequences copy keys. Where documents are not
+        # known, attention has the price of whole sequences, which does
+        sample = software.documents and software.documents.sample
+        self.exact = bool(cluster.machine or sample or card_of(model).narrow)
         self._operations: dict[Key, Operations] = {}
         self._microbatches: dict[Key, MicrobatchCost] = {}
         self._bytes: dict[Key, MicrobatchBytes] = {}

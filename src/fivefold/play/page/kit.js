@@ -95,7 +95,7 @@ export const figure = (title, value, note, main) =>
 /** Four digits and a letter: 13.82M, 1,234, 0.123. */
 export function short(value) {
   if (value == null || !Number.isFinite(value)) return "–";
-  for (const [factor, letter] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]])
+  for (const [factor, letter] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e4, "k"]])
     if (Math.abs(value) >= factor) return `${+(value / (letter === "k" ? 1e3 : factor)).toPrecision(4)}${letter}`;
   return Math.abs(value) < 1000 ? `${+value.toPrecision(4)}` : Math.round(value).toLocaleString("en");
 }

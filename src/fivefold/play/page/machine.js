@@ -85,7 +85,7 @@ function machine(api, position, known, remove) {
   function search() {
     const found = el("div", {});
     return [waits("Find the fastest that fits", async () => {
-      found.replaceChildren(el("p", {}, "Searching. A model of 8B on 64 devices takes seconds, one of 405B on 16,384 minutes."));
+      found.replaceChildren(el("p", {}, "Searching. A model of 8B on 64 devices takes seconds, one of 405B on 16,384 about half a minute."));
       try {
         const { words, nothing, rows } = await api.post("machine/search", position);
         found.replaceChildren(el("p", {}, words, " ", nothing), table(["Layout", "Speed", "Memory", ""],
