@@ -95,7 +95,7 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
             # It may have joined in the last outer step
             if membership is not None and state.step == recipe.train.steps:
                 hooks.save(state.step, ends=True)
-        complete = state.step == recipe.train.steps
+        complete = False
         if isinstance(hooks, ServerHooks):
             complete = hooks.run(leaving)
         elif not leaving:
