@@ -41,7 +41,16 @@ LAYOUTS: dict[str, list[str]] = {
     "diloco": ["sync.method=diloco", "sync.every=2"],
     "server": SERVERS,
 }
-TIMES = {"peak_memory_bytes", "data_wait_s", "step_s", "tokens_per_s", "mfu", "hfu", "peak_share", "rank_seconds"}
+TIMES = {
+    "peak_memory_bytes",
+    "data_wait_s",
+    "step_s",
+    "tokens_per_s",
+    "mfu",
+    "hfu",
+    "peak_share",
+    "rank_seconds",
+}
 
 
 def recipe_of(folder: Path, layout: str) -> Recipe:

@@ -414,7 +414,7 @@ def test_resolve_fills_everything_and_is_idempotent(recipe: Recipe, vocab_size: 
     allowed |= {"sync.replica_groups"} | {f"sync.outer_{name}" for name in {"lr", "momentum"} - own}
     allowed |= {"optim.lr_embeddings", "optim.lr_vectors"}  # those of optim.lr
     allowed |= {"optim.restart_steps"} if recipe.optim.schedule != "restarts" else set()
-    allowed |= {"data.end_token"}  # only token files have it
+    allowed |= {"data.end_token", "data.token_dtype"}  # only token files have them
     allowed |= {"model.depth", "model.base_dim", "model.base_layers"}  # unset: no dial, no mu-P
     allowed |= {f"layout.{name}" for name in TUNED}  # each of some pipeline schedules
     allowed |= {"layout.compress_after"} if recipe.layout.compress == "none" else set()

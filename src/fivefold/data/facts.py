@@ -97,7 +97,11 @@ def check(recipe: Recipe) -> list[str]:
 
 def _lines(name: str, found: Found) -> list[str]:
     lines = found.fact.split("\n")
-    return [f"{name}: {line}" for line in lines] if name else [f"data: {lines[0]}", *lines[1:]]
+    return (
+        [line if line.startswith(WARNING) else f"{name}: {line}" for line in lines]
+        if name
+        else [f"data: {lines[0]}", *lines[1:]]
+    )
 
 
 def _amount(recipe: Recipe, tokens: int, held_out: int | None, documents: int | None = None) -> Amount:
@@ -116,7 +120,11 @@ def _found(recipe: Recipe, tokenizer: str) -> Found:
         amount = _amount(recipe, len(train), None if val is None else len(val))
         about = "about " * any(TOKEN_KINDS[file.kind].copied for file in source.files)
         fact = f"{several(len(shards), 'token file')}, {about}{sum(s.tokens for s in shards):,} tokens"
-        return Found(fact, amount, None if about else amount)
+        if about:  # what is copied gets its end tokens then
+            return Found(fact, amount)
+        if warning := dataset.unseparated(recipe, train, recipe.data.end_token):
+            fact += f"\n{WARNING}{warning}"
+        return Found(fact, amount, amount)
     if source.hub:
         hub.require_library(hub.parse(source.spec))
         return Found(f"{recipe.data.source}, streamed from the hub (not checked before training)")

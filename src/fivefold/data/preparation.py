@@ -29,7 +29,7 @@ from fivefold.data.dataset import (
 )
 from fivefold.data.kinds.kind import TOKENS
 from fivefold.data.kinds.token_files import write_indexed
-from fivefold.data.one_source import VALIDATION, check_tokenizer, lookup, prepare_source, root_of
+from fivefold.data.one_source import VALIDATION, check_ids, check_tokenizer, lookup, prepare_source, root_of
 from fivefold.data.sources import find
 from fivefold.data.stream import Stream
 from fivefold.data.tokens import Tell, Tokens
@@ -55,6 +55,9 @@ def prepare(recipe: Recipe, progress: Tell | None = None, workers: int | None = 
     fault of a source, with file and offset; or there is not enough data for the run."""
     alone = not (recipe.data.sources or recipe.data.validation)
     data = (prepare_source if alone else _prepare_all)(recipe, progress, workers)
+    for part in (*data.parts, *data.validation):
+        if isinstance(part.train, Tokens):
+            check_ids(recipe, data.vocab_size, part.train)
     require_enough(recipe, amounts(recipe, data))
     for part in data.validation:
         require_sequence(recipe, part.name, len(part.train), cut_of(recipe, data, part.train).count)

@@ -65,7 +65,7 @@ def train_loop(
                 )
             first = False
             last, saving = state.step == train.steps, hooks.save_due(state.step)
-            observed = any(_observations(hooks, recipe, state.step))
+            observed = last or due(train.val_every, state.step) or due(train.sample_every, state.step)
             late.add(state.step, done, waited, at_once=saving or observed or traced)
             ends, saving = late.stop or last, saving or late.save
             _raise_fault(state, recipe, hooks, late, look=ends or saving or late.bad)
@@ -77,22 +77,13 @@ def train_loop(
     return True
 
 
-def _observations(hooks: RunHooks, recipe: Recipe, step: int) -> Iterator[tuple[str, Callable[[int], None]]]:
-    """What is due after a step: the key of its line in the metrics, and what writes that."""
-    train = recipe.train
-    for key, every, write in (
-        (VAL_LOSS, train.val_every, hooks.validate),
-        (SAMPLE, train.sample_every, hooks.sample),
-    ):
-        if step == train.steps or due(every, step):
-            yield key, write
-
-
 def _observe(hooks: RunHooks, recipe: Recipe, step: int, there: Container[str] = ()) -> None:
     """Validates and samples after a step if that is due. there: keys of its lines that are written."""
-    for key, write in _observations(hooks, recipe, step):
-        if key not in there:
-            write(step)
+    last, train = step == recipe.train.steps, recipe.train
+    if (last or due(train.val_every, step)) and VAL_LOSS not in there:
+        hooks.validate(step)
+    if (last or due(train.sample_every, step)) and SAMPLE not in there:
+        hooks.sample(step)
 
 
 def _raise_fault(state: State, recipe: Recipe, hooks: RunHooks, late: _Late, look: bool) -> None:

@@ -22,7 +22,7 @@ from fivefold.comm import all_or_none, told
 from fivefold.comm.membership import Membership
 from fivefold.comm.progress import progress
 from fivefold.comm.watchdog import watching
-from fivefold.data.dataset import amounts, facts, stages_in_words
+from fivefold.data.dataset import amounts, facts, stages_in_words, unseparated_parts
 from fivefold.data.tokenizer import load_tokenizer
 from fivefold.errors import UserError, several
 from fivefold.files import guard, make_folder, write_atomically
@@ -263,6 +263,8 @@ def _introduction(state: State, job: Job, ranks: Ranks, resumed: bool) -> Iterat
     )
     if job.data is not None and job.data.mixed:
         yield from (f"data, {line}" for line in stages_in_words(recipe, amounts(recipe, job.data)))
+    if job.data is not None and ranks.first:
+        yield from (f"WARNING: {warning}" for warning in unseparated_parts(recipe, job.data))
     yield from (*notes(recipe), *state.mesh.notes(), *state.parallel.notes())
     yield from (f"WARNING: {warning}" for warning in warnings(recipe))
     if untried := untried_torch(torch.__version__):
