@@ -51,7 +51,7 @@ from fivefold.train.job import Job, shared, tokenizer_to_keep, write_initial
 from fivefold.train.loop import train_loop
 from fivefold.train.out_of_memory import advice, allocator, foreseen, held_by, out_of_memory
 from fivefold.train.prediction import Prediction
-from fivefold.train.resume import load_initial, load_newest, resume
+from fivefold.train.resume import load_initial, load_newest, rate_jump, resume
 from fivefold.train.self_test import settle
 from fivefold.train.server_run import ServerHooks, build_server, work
 from fivefold.train.share import reader
@@ -276,6 +276,7 @@ def _introduction(state: State, job: Job, ranks: Ranks, resumed: bool) -> Iterat
         yield f"fused CPU kernels are off, so training is slower: {native.why_not()}"
     if resumed:
         yield f"resuming after step {state.step}"
+        yield from filter(None, [rate_jump(state, job)])
     elif job.resume:
         yield "no checkpoint yet: starting from step 0"
     if job.initial is not None:
