@@ -409,8 +409,7 @@ def test_variables_that_a_launcher_has_left(clean, left):
     for setting in left.split():
         clean.setenv(*setting.split("="))
     with pytest.raises(UserError) as caught:
-        ranks.found()
-        launchers.master()
+        ranks.found() and launchers.master()
     assert LEFT[left] in str(caught.value)
     assert "Unset them if no launcher has started this process" in str(caught.value)
 

@@ -35,6 +35,7 @@ from fivefold.data.tokens import (
     BlockHasher,
     Tell,
     Tokens,
+    has_tokenizer,
     open_tokens,
     read_digests,
     read_manifest,
@@ -107,6 +108,10 @@ def _prepare_text(source: Source, recipe: Recipe, tell: Tell, workers: int) -> D
             tell(f"note: {source.left_out}", 0, None)
         with files.writable(root_of(data)):
             train, val, info = open_stream(recipe, mask, lookup(source, data, mask, tell)[0], tell)
+        if not has_tokenizer(train.folder):
+            raise UserError(
+                f"data: the tokenizer in {train.folder} is damaged. Remove this folder, and run again"
+            )
         tokenizer = load_tokenizer(train.folder / "tokenizer.json", mask)
         info |= {"files": len(source.counted)}
         return DataSet(
@@ -120,6 +125,8 @@ def _prepare_text(source: Source, recipe: Recipe, tell: Tell, workers: int) -> D
             with files.locked(lock, lambda: tell("waiting for another process", 0, None)) as alone:
                 manifest = read_manifest(folder)  # another process may just have made it
                 cached = manifest is not None
+                if manifest is None and folder.is_dir():
+                    tell(f"note: {folder} is damaged, so the text is tokenized anew", 0, None)
                 manifest = manifest or _make(source, data, mask, folder, alone, workers, tell)
     require_few_bad(manifest["skipped"], data.max_bad_fraction)
     tokenizer = load_tokenizer(folder / "tokenizer.json", mask)

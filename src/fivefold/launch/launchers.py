@@ -88,7 +88,7 @@ def found() -> tuple[int, int, int, int] | None:
     rank, world = _number(by.rank), _number(by.world, least=1)
     if rank >= world:
         raise UserError(
-            f"the environment variables {by.rank} = {rank} and {by.world} = {world}: ranks are 0 to {world - 1}. {UNSET}"
+            f"the environment has {by.rank} = {rank} and {by.world} = {world}: ranks are 0 to {world - 1}. {UNSET}"
         )
     local_world = next((name for name in by.local_world if name in os.environ), by.local_world[-1])
     alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(world)}  # by hand: RANK and WORLD_SIZE are enough
