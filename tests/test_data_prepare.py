@@ -23,9 +23,11 @@ from fivefold.data.kinds.kind import Fields
 from fivefold.data.one_source import prepare_source
 from fivefold.data.sources import FileSplit, find
 from fivefold.data.tokenizer import Tokenizer, train_bpe
-from fivefold.data.tokens import BLOCK, SHARD_TOKENS, ShardWriter
+from fivefold.data.tokens import BLOCK, SEAL, SHARD_TOKENS, ShardWriter
 from fivefold.errors import UserError
 from fivefold.files import write_atomically
+from fivefold.recipe import DataSection
+from fivefold.recipe.entries import SourceEntry
 
 END = 256  # of the tokenizer `bytes`
 SHAKESPEARE = Path(__file__).parents[1] / ".." / "shared" / "data" / "tinyshakespeare.txt"
@@ -492,4 +494,101 @@ def test_a_changed_byte_of_a_shard_is_noticed(tmp_path: Path):
         assert (again.train[:] == whole).all()
     digests = shard.with_suffix(".digests")
     digests.write_bytes(digests.read_bytes()[::-1])
+    assert not prepare(recipe).info["cached"]
+
+
+def exchanged(path: Path) -> None:
+    """Two tokens have each other's id."""
+    told = json.loads(path.read_text())
+    vocab = told["model"]["vocab"]
+    a, b = sorted(vocab, key=vocab.get)[-2:]
+    vocab[a], vocab[b] = vocab[b], vocab[a]
+    path.write_text(json.dumps(told))
+
+
+def flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "two tokens are exchanged": ("tokenizer.json", exchanged),
+    "a bit is flipped": ("tokenizer.json", flipped),
+    "it is cut": ("tokenizer.json", lambda path: path.write_bytes(path.read_bytes()[:-100])),
+    "it is empty": ("tokenizer.json", lambda path: path.write_bytes(b"")),
+    "it is gone": ("tokenizer.json", Path.unlink),
+    "a bit of the config is flipped": ("tokenizer_config.json", flipped),
+    "the config is gone": ("tokenizer_config.json", Path.unlink),
+}
+
+
+def cached(tmp_path: Path, kind: str, **options: Any) -> Any:
+    """A recipe whose tokenizer is learned."""
+    for number in range(20):
+        write(tmp_path / "in" / f"{number}.txt", f"document {number} of {number * number} words " * 20)
+    if kind == "several":
+        entries = tuple(SourceEntry(name=name, source=str(tmp_path / "in")) for name in "ab")
+        return recipe_of(DataSection().source, tmp_path / "cache", sources=entries, **options)
+    return recipe_of(tmp_path / "in", tmp_path / "cache", stream=kind == "stream", **options)
+
+
+def folder_of(tmp_path: Path, kind: str) -> Path:
+    """The folder in the cache that has the learned tokenizer."""
+    name = "tokenizer-*" if kind == "several" else "*"
+    (found,) = (path.parent for path in (tmp_path / "cache" / "data").glob(f"{name}/tokenizer.json"))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["one", "several"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_tokenizer_in_the_cache_is_made_again(tmp_path: Path, damage: str, kind: str):
+    recipe = cached(tmp_path, kind, tokenizer="bpe:300", val_fraction=0.0)
+    first = prepare(recipe)
+    folder = folder_of(tmp_path, kind)
+    name, harm = DAMAGES[damage]
+    whole = (folder / name).read_bytes()
+    harm(folder / name)
+    if kind == "one":
+        assert f"warning: {folder} is damaged, so the text will be tokenized anew" in check(recipe)
+    again = prepare(recipe)
+    assert (folder / name).read_bytes() == whole
+    assert again.tokenizer is not None
+    assert first.tokenizer is not None
+    assert again.tokenizer.fingerprint == first.tokenizer.fingerprint
+    assert again.info["fingerprint"] == first.info["fingerprint"]
+    np.testing.assert_array_equal(again.train[:], first.train[:])
+    assert not any("damaged" in fact for fact in check(recipe))
+
+
+@pytest.mark.parametrize("harm", [exchanged, Path.unlink])
+def test_a_stream_with_a_damaged_tokenizer_does_not_train(tmp_path: Path, harm: Any):
+    """It is learned again, or the message names the folder that must go."""
+    recipe = cached(tmp_path, "stream", tokenizer="bpe:300", val_fraction=0.0)
+    data = prepare(recipe)
+    assert data.tokenizer is not None
+    folder = data.train.folder
+    harm(folder / "tokenizer.json")
+    try:
+        again = prepare(recipe)
+    except UserError as error:
+        assert f"the tokenizer in {folder} is damaged. Remove this folder" in str(error)  # noqa: PT017, either is right
+    else:
+        assert again.tokenizer is not None
+        assert again.tokenizer.fingerprint == data.tokenizer.fingerprint
+
+
+def test_a_cache_without_a_note_of_its_tokenizer_is_used(tmp_path: Path):
+    """As older versions made it. It is noted, so later damage is found; one that cannot be loaded is made again."""
+    recipe = cached(tmp_path, "one", tokenizer="bpe:300", val_fraction=0.0)
+    prepare(recipe)
+    folder = folder_of(tmp_path, "one")
+    (folder / SEAL).unlink()
+    before = (folder / "train-00000.bin").stat().st_ino
+    assert prepare(recipe).info["cached"]
+    assert (folder / "train-00000.bin").stat().st_ino == before
+    assert (folder / SEAL).is_file()
+    (folder / SEAL).unlink()
+    flipped_at_the_start = b"x" + (folder / "tokenizer.json").read_bytes()[1:]
+    (folder / "tokenizer.json").write_bytes(flipped_at_the_start)
     assert not prepare(recipe).info["cached"]

@@ -8,12 +8,17 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from data_recipes import recipe_of
 
 from fivefold.data import Batches, check, prepare
+from fivefold.data.dataset import unseparated_parts
 from fivefold.data.kinds import remote
 from fivefold.errors import UserError
+from fivefold.recipe import DataSection, Recipe
+from fivefold.recipe.entries import SourceEntry, ValidationEntry
 
 IDS = np.arange(1000) % 500
 
@@ -98,11 +103,6 @@ def test_ids_beyond_the_vocabulary(tmp_path: Path):
 def test_a_negative_id_is_refused_without_a_vocabulary_too(tmp_path: Path):
     np.save(tmp_path / "b.npy", np.where(IDS == 3, -1, IDS).astype(np.int32))
     assert "b.npy: token 3 (byte 140) has id -1" in refused(tmp_path / "b.npy", tmp_path / "cache")
-
-
-def test_uint32_read_as_uint16_gets_a_hint(tmp_path: Path):
-    (IDS + 70_000).astype("<u4").tofile(tmp_path / "a.bin")
-    assert "set data.token_dtype" in refused(tmp_path / "a.bin", tmp_path / "cache", vocab_size=3000)
 
 
 @pytest.mark.parametrize("look", [check, prepare])
@@ -213,3 +213,107 @@ def test_a_file_that_changes_after_its_scan_is_noticed(tmp_path: Path):
     digests.unlink()
     assert len(prepare(recipe).train[:]) == len(IDS)
     assert digests.is_file()
+
+
+WIDE = {  # a file without a header, how it is read, and what is wrong
+    "uint32, small ids": (IDS % 300, "<u4", {}, "seems to hold uint32: set data.token_dtype"),
+    "uint32, tiny ids": (IDS % 5, "<u4", {}, "seems to hold uint32: set data.token_dtype"),
+    "uint32, large ids": (IDS * 240, "<u4", {}, "seems to hold uint32: set data.token_dtype"),
+    "uint32, said to be uint16": (IDS, "<u4", {"token_dtype": "uint16"}, "seems to hold uint32"),
+    "int64": (IDS, "<i8", {}, "seems to hold uint32"),
+    "int64, said to be uint32": (IDS, "<i8", {"token_dtype": "uint32"}, "seems to hold int64"),
+    "uint16, said to be uint32": (IDS, "<u2", {"token_dtype": "uint32", "vocab_size": 500}, "holds uint16"),
+    "uint16 cannot be": (IDS, "<u2", {"vocab_size": 128256}, "Set data.token_dtype: uint32"),
+}
+RIGHT = {
+    "uint16": (IDS, "<u2", {}),
+    "uint16, tiny ids": (IDS % 5, "<u2", {}),
+    "uint16, many zeros": (IDS * (IDS % 3 == 0), "<u2", {}),
+    "uint16 all the same": (IDS, "<u2", {"token_dtype": "uint16", "vocab_size": 128256}),
+    "uint32": (IDS * 240, "<u4", {"token_dtype": "uint32", "vocab_size": 128256}),
+    "nothing but zeros": (IDS * 0, "<u2", {}),
+}
+
+
+@pytest.mark.parametrize("case", WIDE)
+@pytest.mark.parametrize("look", [check, prepare])
+def test_a_file_without_a_header_is_not_taken_at_its_word(tmp_path: Path, case: str, look):
+    ids, dtype, options, wrong = WIDE[case]
+    ids.astype(dtype).tofile(tmp_path / "a.bin")
+    if look is check and wrong == "holds uint16":
+        pytest.skip("ids beyond the vocabulary are found by reading all of them")
+    assert wrong in refused(tmp_path / "a.bin", tmp_path / "cache", look, **options)
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_a_file_of_the_right_type_is_read(tmp_path: Path, case: str):
+    ids, dtype, options = RIGHT[case]
+    ids.astype(dtype).tofile(tmp_path / "a.bin")
+    recipe = recipe_of(f"tokens:{tmp_path / 'a.bin'}", tmp_path / "cache", val_fraction=0.0, **options)
+    assert check(recipe)
+    np.testing.assert_array_equal(prepare(recipe).train[:], ids)
+
+
+def test_files_that_say_their_type_need_no_word_with_a_large_vocabulary(tmp_path: Path):
+    llmc(tmp_path / "llmc.bin", IDS, 20240801, 7)
+    np.save(tmp_path / "numpy.npy", IDS.astype(np.uint32))
+    for name in ("llmc.bin", "numpy.npy"):
+        recipe = recipe_of(f"tokens:{tmp_path / name}", tmp_path / "cache", vocab_size=128256)
+        assert check(recipe)
+        assert prepare(recipe).vocab_size == 128256
+
+
+def mixed(tmp_path: Path, kind: str, **options) -> Recipe:
+    """A recipe with the file b.bin beside another source, or as a validation set."""
+    np.save(tmp_path / "a.npy", (IDS * 200).astype(np.uint32))
+    first, second = f"tokens:{tmp_path / 'a.npy'}", f"tokens:{tmp_path / 'b.bin'}"
+    if kind == "validation":
+        own = (ValidationEntry(name="b", source=second),)
+        return recipe_of(first, tmp_path / "cache", validation=own, **options)
+    both = SourceEntry(name="a", source=first), SourceEntry(name="b", source=second)
+    return recipe_of(DataSection().source, tmp_path / "cache", sources=both, **options)
+
+
+@pytest.mark.parametrize("kind", ["sources", "validation"])
+def test_several_sources_are_not_taken_at_their_word(tmp_path: Path, kind: str):
+    IDS.astype("<u4").tofile(tmp_path / "b.bin")
+    for look in (check, prepare):
+        with pytest.raises(UserError, match=r"b: .*seems to hold uint32"):
+            look(mixed(tmp_path, kind))
+    IDS.astype("<u2").tofile(tmp_path / "b.bin")
+    with pytest.raises(UserError, match="uint16 has too few for a vocabulary of 99,801"):
+        prepare(mixed(tmp_path, kind))
+    assert prepare(mixed(tmp_path, kind, token_dtype="uint16")).vocab_size == 99801
+    with pytest.raises(UserError, match=r"data.end_token = 99801 is beyond the vocabulary of 99,801"):
+        prepare(mixed(tmp_path, kind, token_dtype="uint16", end_token=99801))
+
+
+@pytest.mark.parametrize("kind", ["nanogpt", "llmc", "npy", "parquet"])
+def test_an_end_token_that_no_file_has(tmp_path: Path, kind: str):
+    """Beyond the vocabulary it is refused; of one that never comes the user is told."""
+    path = tmp_path / f"a.{kind if kind in ('npy', 'parquet') else 'bin'}"
+    if kind == "nanogpt":
+        IDS.astype("<u2").tofile(path)
+    elif kind == "llmc":
+        llmc(path, IDS)
+    elif kind == "npy":
+        np.save(path, IDS.astype(np.uint16))
+    else:
+        pq.write_table(pa.table({"input_ids": [IDS.tolist()] * 4}), path)
+
+    def recipe(end: int, **options) -> Recipe:
+        return recipe_of(f"tokens:{path}", tmp_path / "cache", end_token=end, **options)
+
+    with pytest.raises(UserError, match=r"data.end_token = 50256 is beyond the vocabulary of 1,000"):
+        prepare(recipe(50256, vocab_size=1000))
+    with pytest.raises(UserError, match=r"data.end_token = 1000 is beyond"):
+        check(recipe(1000, vocab_size=1000))
+    warned = ["data.end_token = 700: none of the first"] * (kind != "parquet")
+    for end, wanted in ((700, warned), (499, [])):
+        given = recipe(end, vocab_size=1000)
+        facts = [fact.removeprefix("warning: ") for fact in check(given) if fact.startswith("warning: ")]
+        told = [fact for fact in facts if "end_token" in fact]
+        assert [text[: len("data.end_token = 700: none of the first")] for text in told] == wanted
+        assert list(unseparated_parts(given, prepare(given))) == told
+    unused = recipe(700, vocab_size=1000, document_masks=False)
+    assert not list(unseparated_parts(unused, prepare(unused)))

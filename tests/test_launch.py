@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -330,13 +332,86 @@ def test_a_backend_s_error_is_one_short_line():
 
 def test_ranks_that_cannot_be_reached_are_one_message(clean, tmp_path):
     launched_on_two_hosts(clean)
-    clean.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    clean.setenv("GLOO_SOCKET_IFNAME", "lo")
     clean.setenv(ranks.STORE_FILE, str(tmp_path / "store"))
-    with (
-        pytest.raises(UserError, match=r"rank 0 cannot reach .*no-such-interface.*: eth0, ib0\)"),
-        ranks.join(),
-    ):
+
+    def lost(*_: Any, **__: Any) -> None:
+        raise RuntimeError("[/gloo/transport/tcp/pair.cc:1] no way")
+
+    clean.setattr(ranks.dist, "init_process_group", lost)
+    with pytest.raises(UserError, match=r"rank 0 cannot reach .*no way.*: eth0, ib0\)"), ranks.join():
         pass
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of interfaces")
+@pytest.mark.parametrize(
+    ("backend", "setting", "missing"),
+    [
+        ("gloo", "nope0", "nope0"),
+        ("gloo", "lo,nope0", "nope0"),
+        ("gloo", "et", "et"),  # no beginning of a name
+        ("gloo", "bare0", "bare0"),  # an interface without an address
+        ("gloo", "lo", ""),
+        ("gloo", "eth0,lo", ""),
+        ("gloo", "", ""),
+        ("nccl", "nope0", "nope0"),
+        ("nccl", "=et", "et"),
+        ("nccl", "et", ""),
+        ("nccl", "=eth0", ""),
+        ("nccl", "nope0,ib", ""),  # one of them is enough
+        ("nccl", "^lo", ""),
+        ("nccl", "^lo,eth,ib", "^lo,eth,ib"),
+    ],
+)
+def test_an_interface_that_is_not_there(clean, backend, setting, missing):
+    """A user's error, before the backend fails."""
+    clean.setattr(launchers, "addresses", lambda: {"eth0": "10.0.0.5", "ib0": "10.1.0.5"})
+    clean.setattr(launchers, "Path", lambda _: SimpleNamespace(read_text=lambda: ""))
+    clean.setenv(f"{backend.upper()}_SOCKET_IFNAME", setting)
+    if not missing:
+        launchers.require_interface(backend)
+        return
+    with pytest.raises(UserError) as caught:
+        launchers.require_interface(backend)
+    name = f"{backend.upper()}_SOCKET_IFNAME = {setting!r}"
+    assert f"{name}: this machine has no network interface {missing} with an address" in str(caught.value)
+
+
+def test_a_wrong_interface_is_said_once(tmp_path):
+    """The ranks are not started again."""
+    log, text = tmp_path / "log", tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    sets = [f"--set={o}" for o in (*TINY, f"data.source={text}", f"data.cache={tmp_path / 'cache'}")]
+    words = "train", "quickstart", *sets, "--nproc=2", f"--out={tmp_path / 'run'}"
+    run = command(log, *words, GLOO_SOCKET_IFNAME="nope0")
+    assert run.wait(60) == 2
+    said = log.read_text()
+    assert said.count("nope0 with an address") == 1, said
+    assert "again" not in said, said
+
+
+LEFT = {  # variables that some launcher has left, and what is said
+    "RANK=5 WORLD_SIZE=2": "RANK = 5 and WORLD_SIZE = 2: ranks are 0 to 1",
+    "RANK=0 WORLD_SIZE=0": "WORLD_SIZE = '0' must be a number from 1 on",
+    "RANK=-1 WORLD_SIZE=1": "RANK = '-1' must be a number",
+    "RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=0": "LOCAL_WORLD_SIZE = '0' must be a number from 1 on",
+    "RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=99999": "MASTER_PORT = '99999' must be a number from 0 to",
+    "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=2": "OMPI_COMM_WORLD_SIZE = 2: ranks are 0 to 1",
+    "OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1": "OMPI_COMM_WORLD_LOCAL_RANK = '' must be a number",
+    "PMI_RANK=2 PMI_SIZE=2 PMI_LOCAL_SIZE=1": "PMI_SIZE = 2: ranks are 0 to 1",
+    "SLURM_PROCID=7 SLURM_NTASKS=2 SLURM_STEP_ID=0": "SLURM_NTASKS = 2: ranks are 0 to 1",
+}
+
+
+@pytest.mark.parametrize("left", LEFT)
+def test_variables_that_a_launcher_has_left(clean, left):
+    clean.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for setting in left.split():
+        clean.setenv(*setting.split("="))
+    with pytest.raises(UserError) as caught:
+        ranks.found() and launchers.master()
+    assert LEFT[left] in str(caught.value)
+    assert "Unset them if no launcher has started this process" in str(caught.value)
 
 
 # The layout for the ranks that there are
@@ -377,11 +452,20 @@ def text_of(recipe: Recipe) -> str:
         ("dp=2,tp=2", 8, None, "dp=4,tp=2"),
         ("dp=2,pp=2", 2, None, "pp=2"),
         ("cp=2,zero=1", 4, None, "dp=2,cp=2,zero=1"),
+        ("dp=2", None, 1, "dp=1"),
+        ("dp=2", None, 2, "dp=2"),
+        ("dp=2,zero=3", None, 1, "zero=3"),
+        ("dp=2,pp=2", None, 2, "pp=2"),
+        ("dp=2,tp=2", None, 8, "dp=4,tp=2"),
+        ("cp=2,zero=1", None, 4, "dp=2,cp=2,zero=1"),
     ],
 )
-def test_data_parallel_ranks_are_added_or_left_out(machine, layout, nproc, launched, fitted):
+def test_data_parallel_ranks_are_added_or_left_out(machine, capsys, layout, nproc, launched, fitted):
     machine()
     assert text_of(fit(layout, nproc, launched)) == fitted
+    asked = to_text(Layout.from_recipe(load("quickstart", SMALL, layout).layout))
+    changed = f"layout {asked} on the launcher's {launched} rank{'s' * (launched != 1)}: {fitted}\n"
+    assert capsys.readouterr().err == (changed if launched and layout != fitted else "")
 
 
 @pytest.mark.parametrize(

@@ -42,15 +42,17 @@ def output(terminal: bool, use, **options) -> str:
 
 
 def test_plain_line_has_every_figure_and_no_escape_codes() -> None:
-    text = output(False, lambda c: [c.step({"step": step, **LINE}) for step in (1, 2)])
+    text = output(False, lambda c: [c.step({"step": step, **LINE}) for step in (1, 2, 3)])
     assert "\x1b" not in text
-    first, second = text.splitlines()
+    first, second, third = text.splitlines()
     for part in ("step  2/20", "loss  5.4321", "norm  0.750", "lr 1.00e-03", "3,900 tok/s", "mfu 72.0%"):
         assert part in second
     assert "mem 1.25 GiB" in second
     assert "wait  1.0%" in second
-    assert re.search(r"eta +\d+(\.\d)?s", second)
-    assert len(first) == len(second), "columns are aligned"
+    assert first.endswith("eta      -")
+    assert second.endswith("eta      -"), "the start-up says nothing of the end"
+    assert re.search(r"eta +\d+(\.\d)?s", third)
+    assert len(first) == len(second) == len(third), "columns are aligned"
 
 
 def test_log_every_prints_multiples_and_the_last_step() -> None:

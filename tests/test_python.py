@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import brought
+import numpy as np
 import pytest
 import torch
 from pool_runs import lines, train_rank
@@ -302,3 +303,34 @@ def test_a_mistake_ends_near_the_users_line() -> None:
     home = str(Path(fivefold.__file__).parent)  # a clone's folder may be called fivefold, too
     ours = [frame for frame in traceback.extract_tb(caught.tb) if frame.filename.startswith(home + "/")]
     assert [frame.name for frame in ours] == ["outer"]
+
+
+def test_a_run_of_an_own_module_says_so(tmp_path: Path) -> None:
+    """Its recipe names an architecture that it does not have."""
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(16, 16)
+
+        def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(self.table(inputs).flatten(0, 1), targets.flatten())
+
+    class Ones:
+        def batch(self, step: int, rows: range) -> tuple[Any, Any]:
+            ids = np.ones((len(rows), 8), dtype=np.int32)
+            return ids, ids
+
+    sets = [
+        "model.vocab_size=16",
+        "model.seq_len=8",
+        "train.steps=1",
+        "observe.tracker=none",
+        "layout.dp_replicate=1",
+    ]
+    run = fivefold.train(
+        fivefold.load("quickstart", sets), tmp_path / "run", model=Net(), data=Ones(), quiet=True
+    )
+    for shown in (repr(run), repr(fivefold.Run(run.path))):
+        assert "llama" not in shown
+        assert "a module of your own, 256 parameters" in shown

@@ -36,6 +36,7 @@ from fivefold.recipe import (
     total_steps,
 )
 from fivefold.recipe.messages import ESSENTIAL, KEYS
+from fivefold.recipe.resolve import warnings
 from fivefold.recipe.rules.combinations import REFUSED, UNUSED, notes
 from fivefold.schedules.pipeline import TUNED
 
@@ -122,7 +123,31 @@ def test_errors_in_a_recipe_with_a_base_name_its_lines(tmp_path: Path) -> None:
 def test_not_found() -> None:
     message = errors("quikstart")
     assert "did you mean 'quickstart'?" in message
-    assert all(name in message for name in SHIPPED)
+    assert "`fivefold recipes` lists the shipped ones" in message
+    assert len(message) < 200
+    assert len(errors("quickstart", layout="fsdp=2")) < 250, "the hint, and where the others are"
+
+
+def test_a_microbatch_that_is_too_large_becomes_smaller() -> None:
+    for layout, nearest in (("dp=1", 16), ("dp=2", 16), ("dp=2,tp=2", 16)):
+        message = errors("quickstart", ["train.global_batch_size=16", "train.microbatch_size=100000"], layout)
+        assert f"Nearest valid: train.microbatch_size = {nearest}" in message
+
+
+EVERY = ("train.val_every", "train.sample_every", "checkpoint.every")
+
+
+@pytest.mark.parametrize("key", EVERY)
+def test_what_a_short_run_does_every_so_many_steps(key: str) -> None:
+    """Nobody is warned of what a shipped recipe says, but of what the user has said."""
+    section, _, name = key.partition(".")
+    short = load("quickstart", ["train.steps=60"])
+    assert getattr(getattr(short, section), name) <= 60
+    assert not any(warning.startswith(EVERY) for warning in warnings(short))
+    asked = load("quickstart", ["train.steps=60", f"{key}=100"])
+    assert getattr(getattr(asked, section), name) == 100
+    assert [warning for warning in warnings(asked) if warning.startswith(key)]
+    assert getattr(getattr(change(asked, ["train.seed=1"]), section), name) == 100
 
 
 def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
@@ -417,7 +442,7 @@ def test_resolve_fills_everything_and_is_idempotent(recipe: Recipe, vocab_size: 
     allowed |= {"sync.replica_groups"} | {f"sync.outer_{name}" for name in {"lr", "momentum"} - own}
     allowed |= {"optim.lr_embeddings", "optim.lr_vectors"}  # those of optim.lr
     allowed |= {"optim.restart_steps"} if recipe.optim.schedule != "restarts" else set()
-    allowed |= {"data.end_token"}  # only token files have it
+    allowed |= {"data.end_token", "data.token_dtype"}  # only token files have them
     allowed |= {"model.depth", "model.base_dim", "model.base_layers"}  # unset: no dial, no mu-P
     allowed |= {f"layout.{name}" for name in TUNED}  # each of some pipeline schedules
     allowed |= {"layout.compress_after"} if recipe.layout.compress == "none" else set()

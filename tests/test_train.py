@@ -4,8 +4,9 @@ import json
 import math
 import os
 import signal
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import patch
 
 import numpy as np
@@ -23,7 +24,7 @@ from fivefold.errors import UserError
 from fivefold.host import machine
 from fivefold.kernels import native
 from fivefold.parallel.mesh import axis_between
-from fivefold.recipe import Recipe, change, count_parameters, load, resolve
+from fivefold.recipe import OptimSection, Recipe, change, count_parameters, load, resolve
 from fivefold.sharding.layout import Layout
 from fivefold.step.state import build_state
 from fivefold.step.step import forward_backward
@@ -32,6 +33,7 @@ from fivefold.train.loop import train_loop
 from fivefold.train.run import run_rank
 from fivefold.train.share import share_of
 from fivefold.train.start import run_command
+from fivefold.train.user_hooks import brings
 
 TINY = [
     "model.layers=2", "model.dim=32", "model.heads=4", "model.kv_heads=2", "model.seq_len=16",
@@ -562,6 +564,42 @@ class Masked(Counting):
         out = weights @ self.table(inputs)
         self.calls += self.training
         return torch.nn.functional.cross_entropy(out.flatten(0, 1), targets.flatten())
+
+
+def falling(step: int, steps: int) -> float:
+    return 1e-3 * (1 - step / steps)
+
+
+LONGER = {  # what depends on the length of the run, and what does not
+    "cosine": (["optim.schedule=cosine"], True),
+    "linear": (["optim.schedule=linear"], True),
+    "linear to 0": (["optim.schedule=linear", "optim.min_lr=0"], True),
+    "wsd": (["optim.schedule=wsd"], True),
+    "constant": (["optim.schedule=constant"], False),
+    "restarts": (["optim.schedule=restarts", "optim.restart_steps=3"], False),
+    "one's own": ([], True),
+}
+
+
+def test_every_schedule_is_a_case():
+    assert set(get_args(OptimSection.model_fields["schedule"].annotation)) <= LONGER.keys()
+
+
+@only("wsd", "constant")
+@pytest.mark.parametrize("name", LONGER)
+def test_a_longer_run_says_how_its_rate_jumps(text, tmp_path, capsys, name):
+    sets, depends = LONGER[name]
+    own = brings(schedule=falling if name == "one's own" else None)
+    recipe = tiny(text, "train.steps=4", "optim.warmup_steps=1", "optim.lr=1e-3", *sets)
+    out = run_command(recipe, out=tmp_path / "run", brings=own)
+    again = partial(run_command, out=out, resume=True, brings=own)
+    again(recipe)
+    assert "the learning rate goes" not in capsys.readouterr().out, "nothing is longer"
+    again(change(recipe, ["train.steps=8"]))
+    said = capsys.readouterr().out
+    assert ("the learning rate goes" in said) == depends
+    before, after = lines(out, "lr")[3:5]
+    assert (f"the learning rate goes from {before:.2e} to {after:.2e}, as" in said) == depends
 
 
 def masked_rank(rank: int, world: int, recipe: Recipe, out: Path, resume: bool) -> int | None:

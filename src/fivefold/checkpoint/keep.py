@@ -11,7 +11,7 @@ from pathlib import Path
 from fivefold.checkpoint.manifest import MANIFEST, Damaged
 from fivefold.checkpoint.store import Reader, checkpoints, latest, step_in, threads
 from fivefold.checkpoint.write import REPLACED
-from fivefold.errors import UserError
+from fivefold.errors import UserError, system_error
 from fivefold.files import flush, make_folder, open_file, own_word, remove, rename, stream
 
 DAMAGED, LATER = "damaged", "later"
@@ -119,7 +119,7 @@ def copy(folder: Path, target: Path) -> Path:
         flush(temporary)
         rename(temporary, out)
     except OSError as error:
-        raise UserError(f"cannot copy {folder} to {out}: {error}") from None
+        raise system_error(f"cannot copy {folder} to {out}: {error}", error) from None
     finally:
         remove(temporary)
     return out

@@ -55,6 +55,8 @@ from fivefold.data.tokens import (
     ShardWriter,
     Tell,
     continued,
+    has_tokenizer,
+    seal_tokenizer,
 )
 from fivefold.errors import UserError
 from fivefold.files import expanded, remove
@@ -281,6 +283,9 @@ def build(
     work, files = Work.of(source, data), source.files
     prefixes = ("", FLAGS) if work.template else ("",)
     journal = continued(folder, prefixes)
+    if journal is not None and not has_tokenizer(folder):
+        remove(folder / JOURNAL)
+        journal = continued(folder, prefixes)
     if journal is not None:
         threshold, cut = journal.rule
         work = dataclasses.replace(work, threshold=threshold, cut=cut)
@@ -349,6 +354,7 @@ def save_tokenizer(data: DataSection, mask: bool, work: Work, folder: Path, work
         tokenizer = open_template(data.chat_template, data.tokenizer, tokenizer).tokenizer
         tokenizer.chat_template = work.template
     tokenizer.save(folder / "tokenizer.json")
+    seal_tokenizer(folder)
 
 
 def learn(

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fivefold.data import batches
+from fivefold.data.kinds.kind import TOKENS
 from fivefold.data.stream import ENDLESS, Stream
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.data.tokens import COUNTED, ENDS, Tokens
@@ -141,6 +142,25 @@ def cut_of(recipe: Recipe, data: DataSet, tokens: Tokens | Stream, apart: bool =
     return batches.Concatenated(
         tokens, seq_len, batches.objective_of(recipe), end, apart and (end is not None or indexed)
     )
+
+
+def unseparated(recipe: Recipe, tokens: Tokens | Stream, end: int | None) -> str:
+    """A warning that no document of these token files ends with the end token; "" if one does, or if it has no use."""
+    data, looked = recipe.data, min(len(tokens), SCANNED)
+    separates = end is not None and (data.document_masks or data.packing == "best_fit")
+    if not separates or isinstance(tokens, Stream) or not looked or len(tokens.ends(0, looked, end)):
+        return ""
+    return (
+        f"data.end_token = {end}: none of the first {looked:,} tokens of {tokens.shards[0].path.parent} is it, so "
+        "documents are not separated. Set the id with which the files' own tokenizer ends a document"
+    )
+
+
+def unseparated_parts(recipe: Recipe, data: DataSet) -> Iterator[str]:
+    """`unseparated` of each source that is token files."""
+    end = end_of(recipe, data)
+    files = (part.train for part in data.parts if part.info["source"].startswith(TOKENS))
+    yield from filter(None, (unseparated(recipe, tokens, end) for tokens in files))
 
 
 def end_of(recipe: Recipe, data: DataSet) -> int | None:

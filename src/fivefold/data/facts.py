@@ -97,7 +97,11 @@ def check(recipe: Recipe) -> list[str]:
 
 def _lines(name: str, found: Found) -> list[str]:
     lines = found.fact.split("\n")
-    return [f"{name}: {line}" for line in lines] if name else [f"data: {lines[0]}", *lines[1:]]
+    return (
+        [line if line.startswith(WARNING) else f"{name}: {line}" for line in lines]
+        if name
+        else [f"data: {lines[0]}", *lines[1:]]
+    )
 
 
 def _amount(recipe: Recipe, tokens: int, held_out: int | None, documents: int | None = None) -> Amount:
@@ -111,12 +115,7 @@ def _found(recipe: Recipe, tokenizer: str) -> Found:
         check_tokenizer(recipe.data, mask)
     source = find(recipe.data.source)
     if source.ids:
-        shards = headers(source, recipe)
-        train, val = split(shards, recipe.data.val_fraction)
-        amount = _amount(recipe, len(train), None if val is None else len(val))
-        about = "about " * any(TOKEN_KINDS[file.kind].copied for file in source.files)
-        fact = f"{several(len(shards), 'token file')}, {about}{sum(s.tokens for s in shards):,} tokens"
-        return Found(fact, amount, None if about else amount)
+        return _found_ids(recipe, source)
     if source.hub:
         hub.require_library(hub.parse(source.spec))
         return Found(f"{recipe.data.source}, streamed from the hub (not checked before training)")
@@ -141,7 +140,7 @@ def _found(recipe: Recipe, tokenizer: str) -> Found:
         return Found(f"{fact}\ntokenized while training, in windows of {recipe.data.stream_window:,} tokens")
     if source.size <= HASHED_AT_ONCE and root_of(recipe.data).is_dir():
         data = recipe.data.model_copy(update={"tokenizer": tokenizer})
-        _, manifest = lookup(source, data, mask, lambda *_: None)
+        folder, manifest = lookup(source, data, mask, lambda *_: None)
         if manifest is not None:
             tokens = manifest["tokens"]
             held_out = tokens["val"] if recipe.data.val_fraction else None
@@ -150,6 +149,8 @@ def _found(recipe: Recipe, tokenizer: str) -> Found:
                 f"\ntokens: {tokens['train']:,} for training, {tokens['val']:,} for validation (in the cache)"
             )
             return Found(fact, amount, amount)
+        if folder.is_dir():
+            fact += f"\n{WARNING}{folder} is damaged, so the text will be tokenized anew"
     require_readable(recipe, source)
     most = source.size + len(source.files)  # at most one token per byte, and one end token per file
     # bytes per token: for BPE a guess; bpe:4096 measured 3.7 on Python source
@@ -160,6 +161,19 @@ def _found(recipe: Recipe, tokenizer: str) -> Found:
     bounded = not any(f.packed or f.url or not kind_of(f).packs for f in source.files)
     bound = _amount(recipe, most, None) if bounded else None
     return Found(fact, _amount(recipe, likely, None), bound)
+
+
+def _found_ids(recipe: Recipe, source: Source) -> Found:
+    shards = headers(source, recipe)
+    train, val = split(shards, recipe.data.val_fraction)
+    amount = _amount(recipe, len(train), None if val is None else len(val))
+    about = "about " * any(TOKEN_KINDS[file.kind].copied for file in source.files)
+    fact = f"{several(len(shards), 'token file')}, {about}{sum(s.tokens for s in shards):,} tokens"
+    if about:  # what is copied gets its end tokens then
+        return Found(fact, amount)
+    if warning := dataset.unseparated(recipe, train, recipe.data.end_token):
+        fact += f"\n{WARNING}{warning}"
+    return Found(fact, amount, amount)
 
 
 def require_readable(recipe: Recipe, source: Source) -> None:

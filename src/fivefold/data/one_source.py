@@ -35,6 +35,7 @@ from fivefold.data.tokens import (
     BlockHasher,
     Tell,
     Tokens,
+    has_tokenizer,
     open_tokens,
     read_digests,
     read_manifest,
@@ -45,6 +46,8 @@ from fivefold.host import cores
 from fivefold.recipe import DataSection, Recipe
 
 CHUNK = 1 << 24  # ids scanned at once
+PROBED = 1 << 20  # ids of a file without a header that are looked at to see whether they are ids
+DTYPE = "uint16"  # of files without a header, unless the recipe says another
 CHANGED = "The file was changed after it was scanned, or the disk is failing. Restore it, and run again"
 VALIDATION = re.compile(r"(^|[_.-])val(id|idation)?([_.-]|$)")  # val.bin, fineweb_val_000000.bin
 
@@ -81,6 +84,21 @@ def require_vocabulary(recipe: Recipe, size: int) -> None:
     )
 
 
+def check_ids(recipe: Recipe, vocab_size: int, tokens: Tokens) -> None:
+    """Raises UserError: what the recipe says of token files cannot be so, with that many ids."""
+    data, unsaid = recipe.data, [shard.path for shard in tokens.shards if shard.assumed]
+    if data.token_dtype is None and vocab_size > 1 << 16 and unsaid:
+        raise UserError(
+            f"data.source: {unsaid[0]} does not say the type of its ids, and uint16 has too few for a vocabulary of "
+            f"{vocab_size:,}. Set data.token_dtype: uint32, or uint16 if the ids are all below 65,536"
+        )
+    if data.end_token is not None and data.end_token >= vocab_size:
+        raise UserError(
+            f"data.end_token = {data.end_token} is beyond the vocabulary of {vocab_size:,}. Set the id with which the "
+            f"files' own tokenizer ends a document, or model.vocab_size to at least {data.end_token + 1}"
+        )
+
+
 def _prepare_text(source: Source, recipe: Recipe, tell: Tell, workers: int) -> DataSet:
     data, mask, began = recipe.data, objective_of(recipe) == "mlm", time.perf_counter()
     if data.stream:
@@ -90,6 +108,10 @@ def _prepare_text(source: Source, recipe: Recipe, tell: Tell, workers: int) -> D
             tell(f"note: {source.left_out}", 0, None)
         with files.writable(root_of(data)):
             train, val, info = open_stream(recipe, mask, lookup(source, data, mask, tell)[0], tell)
+        if not has_tokenizer(train.folder):
+            raise UserError(
+                f"data: the tokenizer in {train.folder} is damaged. Remove this folder, and run again"
+            )
         tokenizer = load_tokenizer(train.folder / "tokenizer.json", mask)
         info |= {"files": len(source.counted)}
         return DataSet(
@@ -103,6 +125,8 @@ def _prepare_text(source: Source, recipe: Recipe, tell: Tell, workers: int) -> D
             with files.locked(lock, lambda: tell("waiting for another process", 0, None)) as alone:
                 manifest = read_manifest(folder)  # another process may just have made it
                 cached = manifest is not None
+                if manifest is None and folder.is_dir():
+                    tell(f"note: {folder} is damaged, so the text is tokenized anew", 0, None)
                 manifest = manifest or _make(source, data, mask, folder, alone, workers, tell)
     require_few_bad(manifest["skipped"], data.max_bad_fraction)
     tokenizer = load_tokenizer(folder / "tokenizer.json", mask)
@@ -259,7 +283,7 @@ def _open_files(source: Source, recipe: Recipe, tell: Tell) -> DataSet:
             _copied(shard, file.kind, data.end_token, root, tell) if TOKEN_KINDS[file.kind].copied else shard
             for shard, file in zip(headers(source, recipe), source.files, strict=True)
         ]
-        highest, hashes, shards = _scan(shards, data.token_dtype, root, tell)
+        highest, hashes, shards = _scan(shards, data.token_dtype or DTYPE, root, tell)
         if data.document_masks or data.packing == "best_fit":
             paths = [shard.index[0] for shard in shards if shard.index]
             memo = root / f"indexes-{_short(str(shards[0].path.parent))}.json"
@@ -288,15 +312,34 @@ def _open_files(source: Source, recipe: Recipe, tell: Tell) -> DataSet:
 
 
 def headers(source: Source, recipe: Recipe) -> list[Shard]:
-    """Where the ids of a source lie, by its files' beginnings."""
-    shards = []
+    """Where the ids of a source lie, by its files' beginnings. Raises UserError: a file cannot be read, or is not what
+    the recipe says."""
+    shards = list[Shard]()
     for file in source.files:
         try:
             with files.open_file(file.path):  # a pipe would block
-                shards.append(TOKEN_KINDS[file.kind].shard(file.path, recipe.data.token_dtype))
+                shards.append(TOKEN_KINDS[file.kind].shard(file.path, recipe.data.token_dtype or DTYPE))
         except OSError as error:
             raise UserError(f"data.source: {file.path}: cannot be read: {error.strerror}") from None
+        if shards[-1].assumed:
+            _require_type(shards[-1])
+    if recipe.model.vocab_size:
+        check_ids(recipe, recipe.model.vocab_size, Tokens(shards))
     return shards
+
+
+def _require_type(shard: Shard) -> None:
+    """Raises UserError: every other id is 0 or nearly so, and the others are not. Then it is the upper half of a wider
+    one."""
+    ids = Tokens([shard])[:PROBED]
+    upper, lower = ids[1::2] < 16, ids[::2] < 16  # up to a million ids
+    zeros = ids[::2].any() and not ids[1::2].any()
+    if len(ids) > 3 and upper.mean() > 0.99 and (zeros or lower.mean() < 0.9):
+        wider = "uint32: set data.token_dtype to that" if shard.dtype == "<u2" else "int64: write it as .npy"
+        raise UserError(
+            f"data.source: {shard.path}: read as {np.dtype(shard.dtype).name}, every other id is nearly 0, so it seems "
+            f"to hold {wider}"
+        )
 
 
 def _copied(shard: Shard, kind: str, end: int | None, root: Path, tell: Tell) -> Shard:
@@ -383,10 +426,8 @@ def _refuse(shard: Shard, vocab_size: int, reserved: int) -> None:
         beyond = np.flatnonzero(_unsigned(chunk) >= vocab_size - reserved)
         if len(beyond):
             at, item = start + int(beyond[0]), np.dtype(shard.dtype).itemsize
-            ids = Tokens([shard])[:CHUNK]
-            hint = ""
-            if shard.dtype == "<u2" and len(ids) > 2 and (ids[1::2] < 16).mean() > 0.99:
-                hint = "; every other id is nearly 0, so the file may hold uint32: set data.token_dtype"
+            narrow = shard.assumed and shard.dtype == "<u4"
+            hint = "; if the file holds uint16, set data.token_dtype to that" if narrow else ""
             last = " (the last id is reserved for the mask token)" if reserved else ""
             raise UserError(
                 f"data.source: {shard.path}: token {at:,} (byte {shard.offset + at * item:,}) has id "

@@ -29,10 +29,10 @@ from fivefold.data.dataset import (
 )
 from fivefold.data.kinds.kind import TOKENS
 from fivefold.data.kinds.token_files import write_indexed
-from fivefold.data.one_source import VALIDATION, check_tokenizer, lookup, prepare_source, root_of
+from fivefold.data.one_source import VALIDATION, check_ids, check_tokenizer, lookup, prepare_source, root_of
 from fivefold.data.sources import find
 from fivefold.data.stream import Stream
-from fivefold.data.tokens import Tell, Tokens
+from fivefold.data.tokens import Tell, Tokens, has_tokenizer, seal_tokenizer
 from fivefold.errors import UserError
 from fivefold.files import locked, make_folder, writable
 from fivefold.host import cores
@@ -55,6 +55,9 @@ def prepare(recipe: Recipe, progress: Tell | None = None, workers: int | None = 
     fault of a source, with file and offset; or there is not enough data for the run."""
     alone = not (recipe.data.sources or recipe.data.validation)
     data = (prepare_source if alone else _prepare_all)(recipe, progress, workers)
+    for part in (*data.parts, *data.validation):
+        if isinstance(part.train, Tokens):
+            check_ids(recipe, data.vocab_size, part.train)
     require_enough(recipe, amounts(recipe, data))
     for part in data.validation:
         require_sequence(recipe, part.name, len(part.train), cut_of(recipe, data, part.train).count)
@@ -225,14 +228,15 @@ def _learned(recipe: Recipe, progress: Tell | None, workers: int | None, make: b
         told = json.dumps([TOKENIZERS, section.tokenizer, mask, keys, list(shares.values())])
         folder = root / f"tokenizer-{hashlib.sha256(told.encode()).hexdigest()[:32]}"
         path = folder / "tokenizer.json"
-        if not path.is_file():
+        if not has_tokenizer(folder):
             if not make:
                 return section.tokenizer
             with locked(folder.with_suffix(".lock")):
-                if not path.is_file():  # another process may just have made it
+                if not has_tokenizer(folder):  # another process may just have made it
                     parts = [(Work.of(source, data), shares[name]) for name, data, source in texts]
                     make_folder(folder)
                     learn(section, mask, parts, workers or cores(), tell).save(path)
+                    seal_tokenizer(folder)
     return str(path)
 
 

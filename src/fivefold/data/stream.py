@@ -357,7 +357,7 @@ class StreamWriter:
         self.folder, self.data, self.most_val, self.shard = folder, data, most_val, shard
         self.most_bytes = int(data.stream_gib * 2**30)
         work = Work.of(find(data.source), data)
-        if not (folder / "tokenizer.json").exists():
+        if not tokens.has_tokenizer(folder):
             save_tokenizer(data, mask, work, folder, cores(), lambda *_: None)
         self.work = work.with_tokenizer(folder)
         self.now = tokens.continued(folder) or tokens.Journal(self.work.dtype, shard, full=not most_val)

@@ -21,8 +21,9 @@ import numpy as np
 
 from fivefold.data.kinds.kind import Shard
 from fivefold.data.kinds.token_files import DocIndex
+from fivefold.data.tokenizer import load_tokenizer
 from fivefold.errors import UserError
-from fivefold.files import BROKEN, flush, parse_json, remove, stream, stream_on, write_atomically
+from fivefold.files import BROKEN, flush, parse_json, remove, sha256, stream, stream_on, write_atomically
 
 BLOCK = 1 << 16
 DIGEST = 8  # bytes of a block's SHA-256 that are kept
@@ -346,9 +347,36 @@ def growing_shards(folder: Path, split: str, journal: Journal, count: int, size:
     ]
 
 
+SEAL = "tokenizer.sha256"
+"""A file beside a tokenizer in the cache: a hash of what was written."""
+
+
+def seal_tokenizer(folder: Path) -> None:
+    """Notes the tokenizer of a folder, as `has_tokenizer` compares it."""
+    write_atomically(folder / SEAL, _of_tokenizer(folder))
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """True if a folder of the cache has the tokenizer that was written. One of an older version, without a note, is
+    taken if it can be loaded, and noted."""
+    try:
+        if (folder / SEAL).exists():
+            return (folder / SEAL).read_text("utf-8") == _of_tokenizer(folder)
+        load_tokenizer(folder / "tokenizer.json")
+        with suppress(OSError):  # of a cache that is read-only
+            seal_tokenizer(folder)
+    except (OSError, ValueError, UserError):
+        return False
+    return True
+
+
+def _of_tokenizer(folder: Path) -> str:
+    return " ".join(sha256(folder / name) for name in ("tokenizer.json", "tokenizer_config.json"))
+
+
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """The manifest of a complete folder, or None if it is missing, or a shard or its digests are missing or have the
-    wrong size, or the folder was found to be damaged."""
+    wrong size, or the tokenizer or the folder was found to be damaged."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
         item = np.dtype(manifest["dtype"]).itemsize
@@ -359,7 +387,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
                 return None
             if read_digests(_digests_of(folder / entry["file"]), size, entry["digests"]) is None:
                 return None
-        if (folder / DAMAGED).exists():
+        if (folder / DAMAGED).exists() or not has_tokenizer(folder):
             return None
     except (OSError, ValueError, KeyError, TypeError):
         return None

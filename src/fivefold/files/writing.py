@@ -69,8 +69,12 @@ def watch(what: str, path: Path, target: Path | None = None) -> None:
 
 def write(path: Path, content: str | bytes) -> None:
     """Writes a file in place. An interruption or power cut may leave a part of it."""
-    with stream(path) as file:
-        file.write(content.encode() if isinstance(content, str) else content)
+    try:
+        with stream(path) as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk names none
+        raise
     watch("write", path)
 
 

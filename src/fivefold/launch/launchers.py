@@ -17,6 +17,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,18 +85,30 @@ def found() -> tuple[int, int, int, int] | None:
     by = launcher()
     if by is None:
         return None
-    rank, world = _number(by.rank), _number(by.world)
+    rank, world = _number(by.rank), _number(by.world, least=1)
+    if rank >= world:
+        raise UserError(
+            f"the environment has {by.rank} = {rank} and {by.world} = {world}: ranks are 0 to {world - 1}. {UNSET}"
+        )
     local_world = next((name for name in by.local_world if name in os.environ), by.local_world[-1])
     alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(world)}  # by hand: RANK and WORLD_SIZE are enough
-    return rank, world, _number(by.local_rank, alone), _number(local_world, alone)
+    return rank, world, _number(by.local_rank, alone), _number(local_world, alone, least=1)
 
 
-def _number(name: str, defaults: dict[str, str] | None = None) -> int:
+UNSET = "Unset them if no launcher has started this process"
+
+
+def _number(
+    name: str, defaults: dict[str, str] | None = None, least: int = 0, most: float = float("inf")
+) -> int:
     """A launcher's number in the environment. Of Slurm's lists, such as "4(x2),3", it is the first."""
     said = os.environ.get(name, (defaults or {}).get(name, ""))
     first = said.split("(")[0].split(",")[0]
-    if not first.isdigit():
-        raise UserError(f"the environment variable {name} = {said!r} must be a number, as launchers set it")
+    if not first.isdigit() or not least <= int(first) <= most:
+        bounds = f" from {least} to {most}" if most < float("inf") else f" from {least} on" if least else ""
+        raise UserError(
+            f"the environment variable {name} = {said!r} must be a number{bounds}, as launchers set it. {UNSET}"
+        )
     return int(first)
 
 
@@ -104,10 +117,10 @@ def master() -> tuple[str, int]:
     interface. Raises UserError: the launcher does not say it."""
     by, env = launcher(), os.environ
     if ADDRESS in env:
-        return env[ADDRESS], _number(PORT, {PORT: "29500"})
+        return env[ADDRESS], _number(PORT, {PORT: "29500"}, most=65535)
     _, world, _, local_world = found() or (0, 1, 0, 1)
     if by in MPI and world == local_world:
-        return "127.0.0.1", _number(PORT, {PORT: str(_own_port(_launcher_pid(by)))})
+        return "127.0.0.1", _number(PORT, {PORT: str(_own_port(_launcher_pid(by)))}, most=65535)
     if "SLURM_JOB_NODELIST" in env:
         show = ["scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]]  # such as "node[3-5],other"
         try:
@@ -238,13 +251,9 @@ def reachable(host: str, backend: str) -> str:
     if not own or only_here(host, backend) or not is_loopback(own_address(host)):
         return host
     found = addresses()
-    # NCCL: names are beginnings unless `=` is before; `^` is "not"
-    if setting := os.environ.get(variable(backend)):
-        words, exact = setting.lstrip("^=").split(","), backend == "gloo" or "=" in setting[:2]
-        named = {
-            n for n in found for word in words if word and (n == word or (not exact and n.startswith(word)))
-        }
-        found = {n: address for n, address in found.items() if (n in named) != setting.startswith("^")}
+    if os.environ.get(variable(backend)):
+        named = set[str]().union(*_named(backend, found).values())
+        found = {n: address for n, address in found.items() if n in named}
     if len(found) != 1:
         count = "several other interfaces have addresses" if found else "no other interface has an address"
         raise UserError(
@@ -256,6 +265,34 @@ def reachable(host: str, backend: str) -> str:
 def variable(backend: str) -> str:
     """Where the user or the launcher names the interface."""
     return f"{backend.upper()}_SOCKET_IFNAME"
+
+
+def _named(backend: str, names: Iterable[str]) -> dict[str, set[str]]:
+    """By each word of the user's variable, those of the interfaces that it means."""
+    setting, names = os.environ.get(variable(backend), ""), set(names)
+    # NCCL: names are beginnings unless `=` is before; `^` is "not"
+    exact, out = backend == "gloo" or "=" in setting[:2], backend != "gloo" and setting.startswith("^")
+    words = setting.split(",") if backend == "gloo" else setting.lstrip("^=").split(",")
+    found = {
+        word: {n for n in names if n == word or (not exact and n.startswith(word))} for word in words if word
+    }
+    return {setting: names - set[str]().union(*found.values())} if out else found
+
+
+def require_interface(backend: str) -> None:
+    """Raises UserError: the user's variable names no interface of this machine that has an address."""
+    setting, known = os.environ.get(variable(backend), ""), {LOOPBACK, *addresses()}
+    if sys.platform != "linux":
+        known = {name for _, name in socket.if_nameindex()}
+    with suppress(OSError):  # those with an address of IPv6
+        known |= {line.split()[-1] for line in Path("/proc/net/if_inet6").read_text().splitlines()}
+    found = _named(backend, known)
+    missing = [word for word, names in found.items() if not names]
+    if missing and (backend == "gloo" or len(missing) == len(found)):
+        raise UserError(
+            f"{variable(backend)} = {setting!r}: this machine has no network interface {', '.join(missing)} with an "
+            f"address. Unset it, if all ranks are on one machine.{interfaces(backend)}"
+        )
 
 
 def name_interface(backend: str, host: str, one_machine: bool = False) -> None:

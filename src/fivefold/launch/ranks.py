@@ -147,6 +147,7 @@ def join(
 def _meet(ranks: Ranks, launched: int, meet_s: float) -> dist.Store:
     """Joins the process group; returns the store. launched: ranks with the spare ones. Raises as `join` does."""
     rank, world, backend = ranks.rank, ranks.world, _backend(ranks.local_world)
+    launchers.require_interface(backend)
     atexit.unregister(_free_groups)  # of a join before
     atexit.register(_free_groups)
     try:

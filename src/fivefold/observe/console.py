@@ -175,9 +175,10 @@ class Console:
             self._guard(bar.stop)
 
     def eta(self, step: int) -> str:
-        """Time to the end at the mean pace since the first step (validations and saves count); "" if not known."""
+        """Time to the end at the mean pace since the first step (validations and saves count); "" if not known: before
+        the third step."""
         first, since = self._pace_from
-        if step <= first:
+        if step < self._start + 3:
             return ""
         return duration((self._clock() - since) / (step - first) * (self.total - step))
 
@@ -200,7 +201,7 @@ class Console:
                 fields[name] = shown(metrics[key])
         if metrics.get("data_wait_s") is not None and metrics.get("step_s"):
             fields["wait"] = f"wait {100 * metrics['data_wait_s'] / metrics['step_s']:4.1f}%"
-        fields["eta"] = f"eta {self.eta(step):>6}"
+        fields["eta"] = f"eta {self.eta(step) or '-':>6}"
         return fields
 
     def _coloured(self, fields: dict[str, str], metrics: Mapping[str, Any]) -> Text:

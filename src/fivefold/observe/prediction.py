@@ -13,6 +13,8 @@ from fivefold.files import read_facts
 from fivefold.observe.format import size, table
 from fivefold.observe.summary import column, finite
 
+STEP_TIME = "step time"
+
 
 class Comparison(NamedTuple):
     """One figure, predicted and measured. `error`: predicted over measured, less 1."""
@@ -44,7 +46,7 @@ def rows(plan: Mapping[str, Any]) -> list[Comparison]:
     if not isinstance(predicted, dict) or not isinstance(measured, dict):
         return []
     pairs: list[tuple[str, Any, Any, Callable[[float], str]]] = [
-        ("step time", predicted["time"]["step_s"], measured.get("step_s"), lambda s: f"{s:.4g} s"),
+        (STEP_TIME, predicted["time"]["step_s"], measured.get("step_s"), lambda s: f"{s:.4g} s"),
         ("tensors of rank 0", _tensors(plan), measured.get("memory_bytes"), size),
     ]
     counted, sent = predicted.get("sent_as_counted"), measured.get("sent_bytes")

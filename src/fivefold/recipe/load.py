@@ -22,7 +22,7 @@ from fivefold.recipe.dial import dialled
 from fivefold.recipe.foreign.hugging_face import HERE, hf_model
 from fivefold.recipe.messages import KEYS, SECTIONS, none_unsets, plain_type, to_toml
 from fivefold.recipe.rules import contradictions
-from fivefold.recipe.rules.texts import steps_for
+from fivefold.recipe.rules.texts import run_steps, steps_for
 from fivefold.recipe.schema import Sections
 from fivefold.sharding.layout import Layout, describe
 from fivefold.sharding.layout import parse as parse_layout
@@ -159,7 +159,7 @@ def find(name_or_path: str | Path) -> Path:
     if path.is_dir():
         what = "this is a folder, not a recipe file"
     hint = did_you_mean(path.name.removesuffix(".toml"), files)
-    raise UserError(f"recipe '{name_or_path}': {what}{hint or '.'} Shipped recipes: {', '.join(files)}")
+    raise UserError(f"recipe '{name_or_path}': {what}{hint or '.'} `fivefold recipes` lists the shipped ones")
 
 
 def _with_base(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
@@ -267,7 +267,16 @@ class _Draft:
             raise UserError(
                 messages.list_problems(name, [one.message for one in self.problems]), self.problems
             )
-        return Recipe(**dict(draft))
+        return Recipe(**dict(self._shortened(draft)))
+
+    def _shortened(self, draft: Recipe) -> Recipe:
+        """The recipe of a run that is shorter than what it does every so many steps, where the user has not said it."""
+        steps, given = run_steps(draft) or 0, self._given()
+        for section, name in (("train", "val_every"), ("train", "sample_every"), ("checkpoint", "every")):
+            fields = getattr(draft, section)
+            if (getattr(fields, name) or 0) > steps and f"{section}.{name}" not in given:
+                draft = draft.model_copy(update={section: fields.model_copy(update={name: steps})})
+        return draft
 
     def _given(self) -> set[str]:
         """The fields that the dial leaves alone: what a shipped recipe says gives way to a user's depth."""

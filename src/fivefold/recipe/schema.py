@@ -72,8 +72,8 @@ class DataSection(Section):
     Empty documents are skipped without limit."""
     max_epochs: int = Field(default=0, ge=0, le=LARGEST)
     """Most passes over the training set, each shuffled anew; a run that needs more is an error. 0: no limit."""
-    token_dtype: Literal["uint16", "uint32"] = "uint16"
-    """Type of the ids in .bin files of `tokens:PATH` without a header (nanoGPT's)."""
+    token_dtype: Literal["uint16", "uint32"] | None = None
+    """Type of the ids in .bin files of `tokens:PATH` without a header (nanoGPT's). Unset: uint16, up to 65,536 ids."""
     end_token: int | None = Field(default=None, ge=0, le=(1 << 31) - 1)
     """Id of the token between documents in the files of `tokens:PATH`. Unset: a sequence counts as one document."""
     document_masks: bool = True

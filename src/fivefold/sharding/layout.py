@@ -36,6 +36,7 @@ from fivefold.sharding.tiers import BESIDE, EARLY, NOT_OFFLOADED, OFFLOADS, WIND
 
 T = TypeVar("T")
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+USUAL = ("dp", "pp", "cp", "tp", "ep", "zero", "schedule", "recompute")  # those that most people want
 BUCKET_BYTES = 25 << 20
 """Minimum bytes of fp32 gradients per bucket, unless `layout.bucket_mib` says otherwise."""
 ELSEWHERE = {"fsdp": "dp={},zero=3", "ddp": "dp={}", "tensor": "tp={}"}
@@ -367,8 +368,9 @@ def parse(text: str) -> dict[str, int | float | bool | str]:
             problems.append("'dp' stands for dp_replicate or dp_shard: give either dp or those")
         found["dp_shard" if found.get("zero", 0) else "dp_replicate"] = found.pop("dp")
     if problems:
-        keys = ", ".join(["dp", *defaults])
-        raise UserError(f"layout '{shortened(text, 2 * LONGEST_WORD)}': {'; '.join(problems)} (keys: {keys})")
+        more = f"{len(defaults) - len(USUAL) + 1} more: `fivefold check quickstart --explain`"
+        known = f"(keys: {', '.join(USUAL)}; {more})"
+        raise UserError(f"layout '{shortened(text, 2 * LONGEST_WORD)}': {'; '.join(problems)} {known}")
     return found
 
 

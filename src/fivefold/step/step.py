@@ -314,10 +314,10 @@ def update(
     return lr, bad
 
 
-def scheduled(state: State, optim: OptimSection, steps: int) -> float:
-    """The learning rate of the step that is next."""
-    own = state.functions
-    return rate(optim, state.step, steps) if own.schedule is None else own.rate(state.step, steps)
+def scheduled(state: State, optim: OptimSection, steps: int, ahead: int = 0) -> float:
+    """The learning rate of the step that is next, or comes so many later."""
+    own, step = state.functions, state.step + ahead
+    return rate(optim, step, steps) if own.schedule is None else own.rate(step, steps)
 
 
 def rate(optim: OptimSection, step: int, steps: int) -> float:

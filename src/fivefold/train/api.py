@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
@@ -17,6 +19,7 @@ from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import UserError, brief
 from fivefold.launch.ranks import device_for
 from fivefold.models.base import LanguageModel
+from fivefold.models.card import card_of
 from fivefold.models.custom import ModuleCard
 from fivefold.observe.console import QUIET, VALIDATIONS, quietly, summary_rows
 from fivefold.observe.format import short_number
@@ -195,9 +198,15 @@ class Run:
 
     def __repr__(self) -> str:
         figures, model = self._figures(), self.recipe.model
-        said = [f"Run({str(self.path)!r}{'' if self.step is None else f', step={self.step}'}): {model.arch}"]
-        if model.vocab_size:
-            said.append(f"{short_number(count_parameters(model))} parameters")
+        name, parameters = model.arch, count_parameters(model) if model.vocab_size else 0
+        with suppress(OSError, UserError):  # without a checkpoint nobody knows
+            saved = store.Reader(self.checkpoint).manifest.tensors["model"]
+            weights = {name: math.prod(one.shape) for name, one in saved.items() if not one.buffer}
+            if not weights.keys() <= card_of(model).parameters.keys():
+                name, parameters = "a module of your own", sum(weights.values())
+        said = [f"Run({str(self.path)!r}{'' if self.step is None else f', step={self.step}'}): {name}"]
+        if parameters:
+            said.append(f"{short_number(parameters)} parameters")
         said.append(f"step {figures.get('steps', 0):,} of {self.recipe.train.steps or '?'}")
         if "val_loss" in figures:
             said.append(f"validation loss {figures['val_loss']:.4f}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fivefold.checkpoint import store
+from fivefold.comm import told
 from fivefold.comm.progress import progress
 from fivefold.data.chat import ChatTemplate
 from fivefold.data.tokenizer import Tokenizer
@@ -46,6 +48,7 @@ from fivefold.train.saver import Saver
 from fivefold.train.share import stream_states, validation_sets
 from fivefold.train.user_hooks import WITHOUT, Callbacks
 
+VAL_LOSS, SAMPLE = "val_loss", "sample"  # keys of the lines of a validation and of a sample
 GREETING = "Hello"  # what a model that has learned from conversations is told for a sample, if nothing else
 MAX_SAMPLED = 1_000_000_000  # parameters of a divided model that rank 0 puts together for a sample (4 GB)
 
@@ -149,6 +152,14 @@ class RunHooks:
         if fault:
             self.console.warn(fault)
 
+    def written(self, step: int) -> set[str]:
+        """The keys that the metrics have of a step. All ranks call it, and get the same."""
+        keys = set[str]()
+        if self.metrics is not None:
+            with suppress(UserError):  # no file: its disk is full
+                keys = {key for line in read_metrics(self.job.out) if line["step"] == step for key in line}
+        return set(json.loads(told(json.dumps(list(keys)), 0, self.state.mesh.axis("run"))))
+
     def validate(self, step: int) -> None:
         job = self.job
         with nullcontext() if self.validated else progress.phase("the first validation"):  # it may compile
@@ -183,7 +194,7 @@ class RunHooks:
         except UserError as error:  # a diverged model cannot write; the run continues
             self.console.note(f"step {step}: no sample: {error}")
             return
-        self._write({"step": step, "sample": text})
+        self._write({"step": step, SAMPLE: text})
         self.console.sample(text, step)
 
     def _common_weights(self) -> AbstractContextManager[None]:

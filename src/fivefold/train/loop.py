@@ -8,7 +8,7 @@ samples and saves. What a step found out is read and recorded while the next one
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -21,7 +21,7 @@ from fivefold.recipe.entries import steps
 from fivefold.step.state import State
 from fivefold.step.step import Done, moment, seconds_between, take_step
 from fivefold.train.faults import Fault, judged, weights_fault
-from fivefold.train.hooks import RunHooks, due
+from fivefold.train.hooks import SAMPLE, VAL_LOSS, RunHooks, due
 
 
 def train_loop(
@@ -31,7 +31,8 @@ def train_loop(
     behind: int | None = None,
     take: Callable[..., Done] | None = None,
 ) -> bool:
-    """Trains to the recipe's last step. Returns False if it was stopped before; the state is saved either way.
+    """Trains to the recipe's last step. Returns False if it was stopped before, or before the last step's validation
+    and sample; the state is saved either way.
 
     hooks: what happens around the steps. It does not change what is trained. behind: number of steps that may run on
     while the figures of an earlier one are not read. None: 1, but 0 on CPUs, where reading does not wait. take: in
@@ -44,6 +45,8 @@ def train_loop(
     if behind is None:
         behind = int(state.mesh.device.type != "cpu")
     clock = state.mesh.device if take is None else torch.device("cpu")
+    if state.step:  # a stop or a kill may have come between the save of this step and what is due after it
+        _observe(hooks, recipe, state.step, there=hooks.written(state.step))
     with _Late(hooks, behind, recipe, clock) as late, names_step(state):
         while state.step < train.steps:
             late.start()
@@ -62,20 +65,25 @@ def train_loop(
                 )
             first = False
             last, saving = state.step == train.steps, hooks.save_due(state.step)
-            validating = last or due(train.val_every, state.step)
-            sampling = last or due(train.sample_every, state.step)
-            late.add(state.step, done, waited, at_once=saving or validating or sampling or traced)
+            observed = last or due(train.val_every, state.step) or due(train.sample_every, state.step)
+            late.add(state.step, done, waited, at_once=saving or observed or traced)
             ends, saving = late.stop or last, saving or late.save
             _raise_fault(state, recipe, hooks, late, look=ends or saving or late.bad)
             if ends or saving:
                 hooks.save(state.step, ends=ends)  # first, because the sender of a signal may not wait long
             if late.stop:
-                return last
-            if validating:
-                hooks.validate(state.step)
-            if sampling:
-                hooks.sample(state.step)
+                return False
+            _observe(hooks, recipe, state.step)
     return True
+
+
+def _observe(hooks: RunHooks, recipe: Recipe, step: int, there: Container[str] = ()) -> None:
+    """Validates and samples after a step if that is due. there: keys of its lines that are written."""
+    last, train = step == recipe.train.steps, recipe.train
+    if (last or due(train.val_every, step)) and VAL_LOSS not in there:
+        hooks.validate(step)
+    if (last or due(train.sample_every, step)) and SAMPLE not in there:
+        hooks.sample(step)
 
 
 def _raise_fault(state: State, recipe: Recipe, hooks: RunHooks, late: _Late, look: bool) -> None:

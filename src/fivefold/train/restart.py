@@ -106,10 +106,8 @@ class Restarts:
             if trained <= saved:
                 print(f"stopped by {name}; nothing is lost: step {saved} is saved", file=sys.stderr)
                 raise SystemExit(STOPPED)
-            line = (
-                f"stopped by {name}, but not saved: {failure.text}. The newest checkpoint is of step {saved}; "
-                f"{trained} were trained"
-            )
+            there = f"The newest checkpoint is of step {saved}" if saved else "No step is saved"
+            line = f"stopped by {name}, but not saved: {failure.text}. {there}; {trained} were trained"
             print(printable(line), file=sys.stderr)
             raise SystemExit(unsaved(outcome.signal))
         more = "" if failure.kind == "error" else advice(failure.kind == "memory")

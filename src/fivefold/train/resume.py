@@ -20,10 +20,12 @@ from fivefold.data.tokens import Commit
 from fivefold.errors import UserError
 from fivefold.files import BROKEN
 from fivefold.models.card import copied
+from fivefold.observe.metrics import last_line
 from fivefold.optim.card import COMPENSATION
 from fivefold.recipe import sequences_before
 from fivefold.sharding.parts import Ranges, boxes, local_shape, whole
 from fivefold.step.state import State
+from fivefold.step.step import scheduled
 from fivefold.train.checked import Meta, assert_same, check_files, damaged_together, meta_of
 from fivefold.train.job import FINGERPRINT, STAGES, Initial, Job, identity
 from fivefold.train.saver import OUTER, compression, moments_at, weights_at
@@ -74,6 +76,27 @@ def resume(state: State, job: Job) -> list[str] | None:
                 where = f", which cannot be renamed ({error.strerror})"
         alarms.append(f"{text}. Resumed from step {state.step} instead of {folder.name}{where}")
     return alarms
+
+
+JUMP = 0.01
+"""Change of the last step's rate, of itself, from which the user is told."""
+
+
+def rate_jump(state: State, job: Job) -> str:
+    """A sentence with both rates if the last step would have another one now, as in a run that was made longer; else
+    ""."""
+    optim, steps, line = job.recipe.optim, job.recipe.train.steps or 0, last_line(job.out) or {}
+    if line.get("step") != state.step or state.step == steps or "lr" not in line:
+        return ""
+    before, now = line["lr"], scheduled(state, optim, steps, ahead=-1)
+    if abs(now - before) <= JUMP * max(now, before):
+        return ""
+    shape = "your schedule" if state.functions.schedule else f'optim.schedule = "{optim.schedule}"'
+    return (
+        f"the learning rate goes from {before:.2e} to {scheduled(state, optim, steps):.2e}, as {shape} wants it of a "
+        f'run of {steps:,} steps. To go on evenly, set optim.schedule = "constant" and optim.lr, or start a new run '
+        f"with train.init_from = {job.out}"
+    )
 
 
 def load_newest(state: State, job: Job, folders: list[Path]) -> tuple[store.Reader | None, dict[Path, str]]:

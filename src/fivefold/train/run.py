@@ -22,7 +22,7 @@ from fivefold.comm import all_or_none, told
 from fivefold.comm.membership import Membership
 from fivefold.comm.progress import progress
 from fivefold.comm.watchdog import watching
-from fivefold.data.dataset import amounts, facts, stages_in_words
+from fivefold.data.dataset import amounts, facts, stages_in_words, unseparated_parts
 from fivefold.data.tokenizer import load_tokenizer
 from fivefold.errors import UserError, several
 from fivefold.files import guard, make_folder, write_atomically
@@ -51,7 +51,7 @@ from fivefold.train.job import Job, shared, tokenizer_to_keep, write_initial
 from fivefold.train.loop import train_loop
 from fivefold.train.out_of_memory import advice, allocator, foreseen, held_by, out_of_memory
 from fivefold.train.prediction import Prediction
-from fivefold.train.resume import load_initial, load_newest, resume
+from fivefold.train.resume import load_initial, load_newest, rate_jump, resume
 from fivefold.train.self_test import settle
 from fivefold.train.server_run import ServerHooks, build_server, work
 from fivefold.train.share import reader
@@ -95,7 +95,7 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
             # It may have joined in the last outer step
             if membership is not None and state.step == recipe.train.steps:
                 hooks.save(state.step, ends=True)
-        complete = state.step == recipe.train.steps
+        complete = False
         if isinstance(hooks, ServerHooks):
             complete = hooks.run(leaving)
         elif not leaving:
@@ -263,6 +263,8 @@ def _introduction(state: State, job: Job, ranks: Ranks, resumed: bool) -> Iterat
     )
     if job.data is not None and job.data.mixed:
         yield from (f"data, {line}" for line in stages_in_words(recipe, amounts(recipe, job.data)))
+    if job.data is not None and ranks.first:
+        yield from (f"WARNING: {warning}" for warning in unseparated_parts(recipe, job.data))
     yield from (*notes(recipe), *state.mesh.notes(), *state.parallel.notes())
     yield from (f"WARNING: {warning}" for warning in warnings(recipe))
     if untried := untried_torch(torch.__version__):
@@ -274,6 +276,7 @@ def _introduction(state: State, job: Job, ranks: Ranks, resumed: bool) -> Iterat
         yield f"fused CPU kernels are off, so training is slower: {native.why_not()}"
     if resumed:
         yield f"resuming after step {state.step}"
+        yield from filter(None, [rate_jump(state, job)])
     elif job.resume:
         yield "no checkpoint yet: starting from step 0"
     if job.initial is not None:
@@ -294,6 +297,10 @@ def _conclude(hooks: RunHooks, complete: bool) -> bool:
             if not complete:
                 console.note("stopped before the end; everything up to this step is saved")
             predicted = [(row.name, str(row)) for row in prediction.rows(prediction.read(out))]
+            if (
+                "peak_share" in figures
+            ):  # the machine was busy, so its step time says nothing of the prediction
+                predicted = [row for row in predicted if row[0] != prediction.STEP_TIME]
             commands = _next_commands(job) if complete else [job.resume_command]
             console.summary(figures, paths | {"report": report}, commands, predicted)
         enough = hooks.end(complete)

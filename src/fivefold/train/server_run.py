@@ -46,7 +46,7 @@ from fivefold.sharding.sync import Shares, messages, units
 from fivefold.step.state import State, compute_mode, updater_arguments
 from fivefold.step.step import SAVE, STOP, Done, forward_backward, last_update, rate, set_windows, validate
 from fivefold.train.faults import ROLLBACKS, Fault, destroyed_after, read_rollbacks, weights_fault
-from fivefold.train.hooks import RunHooks, due, sampled
+from fivefold.train.hooks import SAMPLE, RunHooks, due, sampled
 from fivefold.train.instruments import Speed
 from fivefold.train.job import Job, shared
 from fivefold.train.loop import names_step, train_loop
@@ -151,7 +151,7 @@ class ServerHooks(RunHooks):
         path = self.job.out / WORKERS
         if self.ranks.first and path.exists():  # as in metrics.jsonl: these steps run again
             drop_after(path, self.state.step)
-        complete = self.state.step == self.job.recipe.train.steps
+        complete = False
         try:
             with closing(Lines(path)) if self.ranks.first else nullcontext() as self.lines:
                 self._oversee()
@@ -330,7 +330,7 @@ class ServerHooks(RunHooks):
         if note.figures[0]:
             self.console.note(f"step {step}: no sample: {text}")
         else:
-            self._write({"step": step, "sample": text})
+            self._write({"step": step, SAMPLE: text})
             self.console.sample(text, step)
 
     def save(self, step: int, ends: bool, waits: bool = True) -> None:

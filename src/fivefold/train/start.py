@@ -192,7 +192,7 @@ def _for_ranks(
                 print(fit.line, file=sys.stderr)
             return fit.recipe, recipe
     elif endpoint is None:
-        return _fit_layout(recipe, given, caller.world), None
+        return _fit_layout(recipe, given, caller.world, caller.first), None
     else:
         own = replica_group_layout(Layout.from_recipe(recipe.layout), recipe.replica_groups.count)
         validate(own, caller.world or given or own.ranks)
@@ -296,11 +296,11 @@ def _within_budget(given: Recipe, caller: Caller) -> Recipe:
     return given.model_copy(update={"layout": layout})
 
 
-def _fit_layout(recipe: Recipe, nproc: int | None, launched: int | None) -> Recipe:
+def _fit_layout(recipe: Recipe, nproc: int | None, launched: int | None, tell: bool = True) -> Recipe:
     """The recipe with a layout for the available ranks.
 
     Data-parallel ranks are added or removed as needed, because they change speed but not results. Every other axis must
-    fit as it is.
+    fit as it is. tell: says what a launcher's ranks have changed.
     """
     layout = Layout.from_recipe(recipe.layout)
     axis = "dp_shard" if layout.zero and layout.dp_replicate == 1 else "dp_replicate"
@@ -330,6 +330,9 @@ def _fit_layout(recipe: Recipe, nproc: int | None, launched: int | None) -> Reci
     validate(wanted, world, partial(allows, recipe))
     if world == 1 and not nproc and not launched:
         print(f"note: {to_text(layout)} needs {layout.ranks} devices; running on one", file=sys.stderr)
+    if launched and tell:
+        ranks = several(launched, "rank")
+        print(f"layout {to_text(layout)} on the launcher's {ranks}: {to_text(wanted)}", file=sys.stderr)
     return change(in_layout(recipe, wanted))
 
 

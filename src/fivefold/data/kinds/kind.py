@@ -198,7 +198,7 @@ class Rows(Kind):
 class Shard(NamedTuple):
     """`tokens` ids of type `dtype` in `path`, from byte `offset` on. digests: of the blocks of these bytes; None: they
     are not known. advice: what to do if one differs. index: the file of Megatron-LM that says where documents end, and
-    a hash of it, or ""."""
+    a hash of it, or "". assumed: the file does not say its dtype."""
 
     path: Path
     dtype: str
@@ -207,6 +207,7 @@ class Shard(NamedTuple):
     digests: bytes | None = None
     advice: str = ""
     index: tuple[Path, str] | None = None
+    assumed: bool = False
 
 
 class TokenKind(ABC):

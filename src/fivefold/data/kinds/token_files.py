@@ -62,7 +62,7 @@ class Bin(TokenKind):
                 f"data.source: {path}: truncated: {size:,} bytes are not a whole number of {dtype} tokens of {item} "
                 f"bytes (the last begins at byte {size - size % item:,})"
             )
-        return Shard(path, f"<u{item}", 0, size // item)
+        return Shard(path, f"<u{item}", 0, size // item, assumed=True)
 
 
 class Npy(TokenKind):

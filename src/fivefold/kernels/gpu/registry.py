@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from fivefold.files import cache_folder, make_folder, write_atomically
+from fivefold.files import cache_folder, locked, make_folder, write_atomically
 
 LOSS, ROUNDING, COMBINE = "loss", "fp8 rounding", "combine"
 CLEARLY = 1.05
@@ -50,10 +50,11 @@ def measured() -> dict[str, dict[str, float]]:
 
 def record(name: str, shape: str, ratio: float) -> None:
     """Keeps a ratio of `measured` for later runs."""
-    found = measured()
-    found.setdefault(name, {})[shape] = ratio
     make_folder(_path().parent, mode=0o700)
-    write_atomically(_path(), json.dumps(found, indent=1))
+    with locked(_path().with_suffix(".lock")):  # another process may measure, too
+        found = measured()
+        found.setdefault(name, {})[shape] = ratio
+        write_atomically(_path(), json.dumps(found, indent=1))
 
 
 def _path() -> Path:

@@ -231,11 +231,13 @@ def batch(recipe: Sections) -> Iterator[Contradiction]:
     equation = " x ".join(words for factor, words in factors.values() if factor > 1)
     unit = math.prod(factor for factor, _ in factors.values())
     if size % unit:
-        near = max(1, round(size / unit)) * unit
+        near = f"train.global_batch_size = {max(1, round(size / unit)) * unit}"
+        share = size * (micro or 1) // unit  # sequences of a rank's microbatch, at most
+        if micro and micro > share > 0 and size % (unit // micro) == 0:
+            near = f"train.microbatch_size = {share}"
         yield (
             keys,
-            f"train.global_batch_size = {size} must be divisible by {unit} ({equation}). Nearest valid: "
-            f"train.global_batch_size = {near}",
+            f"train.global_batch_size = {size} must be divisible by {unit} ({equation}). Nearest valid: {near}",
         )
     elif micro and count and size != unit:
         yield keys, f"train.global_batch_size = {size} must be {unit} ({equation})"
