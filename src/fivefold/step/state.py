@@ -239,7 +239,8 @@ def with_optimizer(
             with memory or nullcontext():
                 replica.updater = offload.update_by(masters=trained, **given)
         else:
-            given |= {"gathering": gathering}
+            sections = {name: each for name in trained if (each := replica.parts[name].sections)}
+            given |= {"gathering": gathering, "sections": sections}
             make = lambda masters, given=given: Updater(masters=masters, **given)  # noqa: E731
             rounds = mode.rounds
             replica.updater = Rounded(rounder(replica.parts), trained, make) if rounds else make(trained)

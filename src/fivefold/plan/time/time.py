@@ -86,12 +86,14 @@ def whole_matrices(s: Setting, position: int) -> float:
     pieces = planned_ways(card, s.card, s.layout, rank)
     for name, part in table.items():
         ranges = pieces[name].whole if name in pieces else part.keeps
-        shape = local_shape(ranges) if ranges is not None and card.of(name, part.shape) is card else ()
-        if len(shape) > 1 and (flops := card.flops(shape)):
-            *_, r, c = shape
-            one = Matmul(min(r, c), min(r, c), max(r, c), weight=False)
-            takes, *_ = products(one, s.cluster.device, s.rate, s.sizes.e)
-            seconds += flops / (2 * one.m * one.n * one.k) * takes
+        if ranges is None or card.of(name, part.shape) is not card:
+            continue
+        for shape in card.matrices(name, local_shape(ranges), part.sections).values():
+            if len(shape) > 1 and (flops := card.flops(shape)):
+                *_, r, c = shape
+                one = Matmul(min(r, c), min(r, c), max(r, c), weight=False)
+                takes, *_ = products(one, s.cluster.device, s.rate, s.sizes.e)
+                seconds += flops / (2 * one.m * one.n * one.k) * takes
     return s.cluster.oversubscription * seconds + stage_costs.message_seconds(volume.matrices(s, rank), s)
 
 
@@ -262,7 +264,8 @@ def stalls(recipe: Recipe, s: Setting, step: float) -> Stalls:
 @lru_cache(maxsize=1024)
 def _state_bytes(optimizer: str, mode: str, rounding: str, model: ModelSection) -> float:
     kept = kept_in(OPTIMIZERS[optimizer], PRECISIONS[mode], rounding)
-    return sum(kept.state_bytes(name, shape) for name, shape in card_of(model).parameters.items())
+    card = card_of(model)
+    return sum(kept.state_bytes(n, shape, card.sections.get(n)) for n, shape in card.parameters.items())
 
 
 EVEN = 1.05
