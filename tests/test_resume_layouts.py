@@ -21,6 +21,7 @@ from fivefold.comm import all_or_none
 from fivefold.data import prepare
 from fivefold.errors import CommunicationError, UserError
 from fivefold.launch.ranks import Ranks
+from fivefold.models.card import Card, card_of
 from fivefold.observe.console import Console
 from fivefold.optim import OPTIMIZERS
 from fivefold.parallel.mesh import Mesh
@@ -239,6 +240,25 @@ def test_states_of_whole_matrices_resume_too(
     assert_close_tensors(found[second].model, found[ONE].model)
     if not OPTIMIZERS[name].jumps:
         assert_close_tensors(found[second].optimizer, found[ONE].optimizer)
+
+
+@pytest.mark.parametrize("name", ["muon", *slow("soap", "adafactor")])
+def test_states_of_joined_matrices_are_refused(
+    base: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Older versions had one state for queries, keys and values together. One sentence says what to do."""
+    recipe = change(base, [f"optim.name={name}", *(["optim.eps=none"] if name == "adafactor" else [])])
+    with monkeypatch.context() as older:
+        older.setattr(Card, "sections", {})
+        card_of.cache_clear()
+        train(recipe, ONE, tmp_path / "old", 1)
+    card_of.cache_clear()
+    with pytest.raises(UserError) as refused:
+        train(recipe, ONE, tmp_path / "old", 2, resume=True)
+    (sentence,) = str(refused.value).splitlines()
+    assert "for several matrices, and now each is updated by itself" in sentence
+    assert "train.init_from" in sentence
+    assert "attention.qkv.weight" in sentence
 
 
 def test_a_divided_run_samples_its_last_checkpoint(base: Recipe, tmp_path: Path) -> None:
