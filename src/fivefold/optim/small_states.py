@@ -5,7 +5,8 @@ AdamW: each row of a matrix is cut into blocks of 256 elements. A block has its 
 element a code of 8 bits. Codes follow the paper's dynamic map, which has values close together near zero. Blocks stay
 within rows, so ranks that keep rows keep whole blocks. Vectors have fp32 moments.
 
-Adafactor: an update whose root mean square is beyond LONGEST is shortened. The learning rate is the recipe's, not
+Adafactor: an update whose root mean square is beyond LONGEST is shortened. Several matrices, or vectors, in one
+parameter have averages and lengths of their own. The learning rate is the recipe's, not
 relative to the size of the weights. Otherwise it is torch.optim.Adafactor, which waits for the device twice per
 parameter.
 """

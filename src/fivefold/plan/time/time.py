@@ -5,6 +5,7 @@ that train apart, the link speed from which on that is faster than summing gradi
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -27,7 +28,7 @@ from fivefold.plan.time.stage_costs import Parts
 from fivefold.precision import PRECISIONS, token_bytes
 from fivefold.recipe import Recipe, count_parameters
 from fivefold.schedules.compression import NONE
-from fivefold.sharding.parts import held, local_shape, stages_of
+from fivefold.sharding.parts import Shape, held, local_shape, stages_of
 
 
 @dataclass
@@ -83,17 +84,17 @@ def whole_matrices(s: Setting, position: int) -> float:
     """Seconds of an update's matmuls on whole matrices, and of bringing their pieces together and back."""
     card, rank, seconds = OPTIMIZERS[s.software.optimizer], s.layout.rank({"pp": position}), 0.0
     table = held(s.card, s.layout, rank) if card.needs == "matrices" else {}
-    pieces = planned_ways(card, s.card, s.layout, rank)
+    pieces, shapes = planned_ways(card, s.card, s.layout, rank), Counter[Shape]()
     for name, part in table.items():
         ranges = pieces[name].whole if name in pieces else part.keeps
-        if ranges is None or card.of(name, part.shape) is not card:
-            continue
-        for shape in card.matrices(name, local_shape(ranges), part.sections).values():
-            if len(shape) > 1 and (flops := card.flops(shape)):
-                *_, r, c = shape
-                one = Matmul(min(r, c), min(r, c), max(r, c), weight=False)
-                takes, *_ = products(one, s.cluster.device, s.rate, s.sizes.e)
-                seconds += flops / (2 * one.m * one.n * one.k) * takes
+        if ranges is not None and card.of(name, part.shape) is card:
+            shapes.update(card.matrices(name, local_shape(ranges), part.sections).values())
+    for shape, count in shapes.items():
+        if len(shape) > 1 and (flops := card.flops(shape)):
+            *_, r, c = shape
+            one = Matmul(min(r, c), min(r, c), max(r, c), weight=False)
+            takes, *_ = products(one, s.cluster.device, s.rate, s.sizes.e)
+            seconds += count * flops / (2 * one.m * one.n * one.k) * takes
     return s.cluster.oversubscription * seconds + stage_costs.message_seconds(volume.matrices(s, rank), s)
 
 
