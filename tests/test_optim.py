@@ -564,6 +564,16 @@ PLACED = {
 }  # fmt: skip
 
 
+MIXED = {"experts": 4, "experts_per_token": 2, "shared_experts": 1, "expert_ffn_dim": 16}
+ARCHS = {
+    "dp=2,tp=2,zero=3": {"arch": "deepseek", "kv_heads": 8, **MIXED},
+    "tp=2,dp=2": {"arch": "qwen3_next", "full_every": 2, "linear_key_heads": 2, **MIXED},
+    "pp=2,tp=2": {"arch": "olmo2"},
+    "dp=4,zero=1": {"arch": "gpt2", "kv_heads": 8},
+}
+"""Models other than llama, by the layouts that have them. Those that divide experts have moe."""
+
+
 def same_bits(rank, world, name, layouts):
     """Updates of a rank's parts by parts of the same gradients, against those of whole parameters, some of which
     consist of several matrices. Returns (layout, largest difference of weights, of states, bytes of states, bytes by
@@ -572,15 +582,9 @@ def same_bits(rank, world, name, layouts):
     fields = card.fields | {"basis_every": 2} if name == "soap" else dict(card.fields)
     for text in layouts:
         layout = Layout(**parse(text))
-        moe = (
-            {"arch": "moe", "experts": 4, "experts_per_token": 2, "shared_experts": 1}
-            if layout.ep > 1
-            else {}
-        )
-        model = resolve_model(
-            ModelSection(layers=2, dim=32, heads=8, kv_heads=4, ffn_dim=48, attention_bias=True, **moe),
-            vocab_size=50,
-        )
+        sizes = {"layers": 2, "dim": 32, "heads": 8, "kv_heads": 4, "ffn_dim": 48, "seq_len": 16}
+        of = {"arch": "moe", **MIXED} if layout.ep > 1 else ARCHS.get(text, {"attention_bias": True})
+        model = resolve_model(ModelSection(**sizes | of), vocab_size=50)
         spec, mesh = card_of(model), Mesh(layout, ranks_of(rank, world))
         generator = torch.Generator().manual_seed(0)
         whole = {key: torch.randn(shape, generator=generator) for key, shape in spec.parameters.items()}
