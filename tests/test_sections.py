@@ -13,6 +13,7 @@ import torch
 from families import FAMILIES
 from layouts import tiny
 from pool_runs import ranks_of
+from steps import planned
 from torch import Tensor
 
 from fivefold.models import ARCHITECTURES, EXCHANGED, file_of
@@ -20,6 +21,7 @@ from fivefold.models.card import Card, card_of, resolve_model
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.updater import Updater
+from fivefold.plan.time import time
 from fivefold.recipe import resolve
 from fivefold.sharding.parts import Shape, is_matrix
 from fivefold.step.state import build_state
@@ -211,3 +213,18 @@ def gradient(name: str, w: Tensor, spec: Card, generator: torch.Generator) -> Te
     for number, section in enumerate(g.split(sizes, dim)):
         section.mul_(10.0**number)
     return g
+
+
+def test_a_plan_prices_each_matrix(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Muon's FLOPs in llama's blocks, by hand. With a stack of experts, as many of each."""
+    monkeypatch.setattr(time, "products", lambda one, *_: (2.0 * one.m * one.n * one.k,))
+    D, F, rows = 32, 48, (32, 16, 16)  # of queries, keys, values
+    for sets, shapes in (
+        ([], [*((row, D) for row in rows), (D, D), (F, D), (F, D), (D, F)]),
+        (["model.arch=moe", "model.experts=4", "model.expert_ffn_dim=16"],
+         [*((row, D) for row in rows), (D, D), (4, D), *((16, D), (16, D), (D, 16)) * 4]),
+    ):  # fmt: skip
+        sizes = [f"model.{name}={value}" for name, value in SIZES.items() if name != "vocab_size"]
+        s = planned(tiny(tmp_path, "dp=1", *sizes, "model.kv_heads=2", *sets, "optim.name=muon"))
+        wanted = sum(5 * (4.0 * min(one) ** 2 * max(one) + 2.0 * min(one) ** 3) for one in shapes)
+        assert time.whole_matrices(s, 0) == pytest.approx(2 * wanted * s.cluster.oversubscription)
