@@ -143,6 +143,7 @@ class DataParallel(Hooked):
         waits for the sum."""
         for index, fresh in enumerate(self._fresh):
             if fresh:
+                self.allow_zeros([self.names[index]])
                 self.flat_grads[self.offsets[index] : self.offsets[index + 1]].zero_()
         self.sum.wait()
 

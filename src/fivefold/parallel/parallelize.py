@@ -387,6 +387,8 @@ class _ReplicaBuilder:
             if keeping.frozen:
                 frozen, _, _ = self._parameters(stages, keeping.frozen, None)
                 made.append(Frozen(frozen, self.table, self.compute_dtype))
+            for replica in made:
+                replica.conditional = self.filled
             self.into.replicas += made  # the list that `reductions` know
             of_stage |= dict.fromkeys(keeping.stages, made)
         return of_stage
@@ -446,7 +448,7 @@ class _ReplicaBuilder:
             self.into.offloads[id(replica)] = offload
             offload.attach(list(stages))
         if isinstance(replica, Paged):
-            replica.attach(list(stages), layout.pp > 1)
+            replica.attach(list(stages), layout.pp > 1, layout.splits_backward)
         return replica
 
     def _summed(self) -> torch.dtype | None:

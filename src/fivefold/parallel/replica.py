@@ -28,7 +28,9 @@ class Replica:
     masters: this rank's part of each parameter (`parts[name].keeps`), which the optimizer updates; fp32, unless the
     mode rounds. gradients: with the same names, shapes and dtype, summed over the batch; valid from `finish` to the
     next `start_step`. updater: the optimizer over the masters; it is set last. working: the weights that compute,
-    where they are a copy which the update may write: replicas of stage 0 have it. compressed: the compressed sums."""
+    where they are a copy which the update may write: replicas of stage 0 have it. compressed: the compressed sums.
+    idle: parameters of pipeline stages without a microbatch in this step. conditional: True for a user's own module, of
+    which a step may leave out parts."""
 
     masters: dict[str, Tensor]
     gradients: dict[str, Tensor]
@@ -36,6 +38,8 @@ class Replica:
     updater: Updater
     working: dict[str, Tensor] | None = None
     compressed: Sequence[CompressedSum] = ()
+    idle: frozenset[str] = frozenset()
+    conditional = False
 
     def start_step(self) -> None:
         """Forgets the gradients of the last step."""
@@ -48,6 +52,16 @@ class Replica:
 
     def finish(self) -> None:
         """Waits until all gradients are summed over the ranks that hold the same weights."""
+
+    def allow_zeros(self, names: Iterable[str]) -> None:
+        """Called before the gradients of these trained parameters count as zeros, because no backward has set them.
+
+        Raises:
+            RuntimeError: one of them must have a gradient. Zeros would train the model wrongly, and nobody would see.
+        """
+        if lost := [] if self.conditional else sorted(set(names) - self.idle):
+            more = f" and {len(lost) - 1} more" if lost[1:] else ""
+            raise RuntimeError(f"{lost[0]}{more}: no gradient in this step, though the stage ran microbatches")
 
     def update(self, lr: float, scale: Tensor | None, skip: Tensor) -> None:
         """Runs the optimizer: updates the masters with their gradients times `scale` unless `skip` is 1 (both: fp32

@@ -224,7 +224,9 @@ class Sharded(Replica):
             if self.parts[name].frozen:
                 continue
             found = [rows(p.grad) for p in same if isinstance(p.grad, DTensor)]
-            found = found or [torch.zeros_like(self.masters[name], dtype=self.summed)]
+            if not found:
+                self.allow_zeros([name])
+                found = [torch.zeros_like(self.masters[name], dtype=self.summed)]
             self.gradients[name] = found[0]
             for other in found[1:]:
                 found[0].add_(other)
