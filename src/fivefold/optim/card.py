@@ -79,18 +79,23 @@ CODES = "uint8"
 """The dtype of quantised states, which no model computes in."""
 
 
-def like_parameter(shape: Shape) -> Shape | None:
+def like_parameter(shape: Shape) -> Shape:
     return shape
+
+
+def everywhere(name: str, shape: Shape) -> bool:
+    return True
 
 
 @dataclass(frozen=True)
 class OptimizerState:
     """A tensor per parameter. name: the key in the optimizer, and in a checkpoint (`NAME.PARAMETER`). dtype: of its
-    elements. shape: its shape, given the parameter's, with as many dims; None: such a parameter has none."""
+    elements. shape: its shape, given the parameter's, with as many dims. applies: the parameters that have it."""
 
     name: str
     dtype: str = MASTER
-    shape: Callable[[Shape], Shape | None] = like_parameter
+    shape: Callable[[Shape], Shape] = like_parameter
+    applies: Callable[[str, Shape], bool] = everywhere
 
     @property
     def bytes(self) -> float:
@@ -127,7 +132,7 @@ class OptimizerCard:
     rule: Rule | None = None
     needs: Needs = "elements"
     coupled: bool = False
-    applies: Callable[[str, Shape], bool] = lambda name, shape: True
+    applies: Callable[[str, Shape], bool] = everywhere
     rest: OptimizerCard | None = None
     reads: float = 1.0
     flops: Callable[[Shape], float] = lambda shape: 0.0
@@ -150,7 +155,8 @@ class OptimizerCard:
     @property
     def uniform(self) -> bool:
         """True if every state of every parameter has its shape."""
-        return self.rest is None and all(state.shape is like_parameter for state in self.states)
+        like = (state.shape is like_parameter and state.applies is everywhere for state in self.states)
+        return self.rest is None and all(like)
 
     @property
     def bytes(self) -> float:
@@ -172,8 +178,8 @@ class OptimizerCard:
     def states_of(self, name: str, shape: Shape) -> Iterator[tuple[OptimizerState, Shape]]:
         """The states of a parameter of this whole shape, with their shapes."""
         for state in self.of(name, shape).states:
-            if (found := state.shape(shape)) is not None:
-                yield state, found
+            if state.applies(name, shape):
+                yield state, state.shape(shape)
 
     def state_bytes(self, name: str, shape: Shape) -> float:
         """Bytes of all states of a parameter."""
