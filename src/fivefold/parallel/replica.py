@@ -186,14 +186,6 @@ def gradient_square(replicas: Sequence[Replica], mesh: Mesh) -> Tensor:
     return total
 
 
-def assert_owned_once(replicas: Iterable[Replica], mesh: Mesh, total: int) -> None:
-    """Asserts that exactly one rank owns each element of the model: the counts add up to `total`."""
-    mine = sum(t.numel() for r in replicas for n, t in r.masters.items() if r.parts[n].owned)
-    count = torch.tensor(mine, device=mesh.device)
-    mesh.axis("all").all_reduce(count)
-    assert count.item() == total, f"{count.item():,} parameters owned, the model has {total:,}"
-
-
 class Gathered:
     """The gathering of some parameters of a replica (see `optim.updater.Gathering`). routes: their ways."""
 
