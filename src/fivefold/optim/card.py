@@ -83,19 +83,15 @@ def like_parameter(shape: Shape) -> Shape:
     return shape
 
 
-def everywhere(name: str, shape: Shape) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class OptimizerState:
     """A tensor per parameter. name: the key in the optimizer, and in a checkpoint (`NAME.PARAMETER`). dtype: of its
-    elements. shape: its shape, given the parameter's, with as many dims. applies: the parameters that have it."""
+    elements. shape: its shape, given the parameter's, with as many dims. applies: the parameters that have it; None: all."""
 
     name: str
     dtype: str = MASTER
     shape: Callable[[Shape], Shape] = like_parameter
-    applies: Callable[[str, Shape], bool] = everywhere
+    applies: Callable[[str, Shape], bool] | None = None
 
     @property
     def bytes(self) -> float:
@@ -132,7 +128,7 @@ class OptimizerCard:
     rule: Rule | None = None
     needs: Needs = "elements"
     coupled: bool = False
-    applies: Callable[[str, Shape], bool] = everywhere
+    applies: Callable[[str, Shape], bool] = lambda name, shape: True
     rest: OptimizerCard | None = None
     reads: float = 1.0
     flops: Callable[[Shape], float] = lambda shape: 0.0
@@ -155,8 +151,7 @@ class OptimizerCard:
     @property
     def uniform(self) -> bool:
         """True if every state of every parameter has its shape."""
-        like = (state.shape is like_parameter and state.applies is everywhere for state in self.states)
-        return self.rest is None and all(like)
+        return self.rest is None and all(s.shape is like_parameter and not s.applies for s in self.states)
 
     @property
     def bytes(self) -> float:
@@ -178,7 +173,7 @@ class OptimizerCard:
     def states_of(self, name: str, shape: Shape) -> Iterator[tuple[OptimizerState, Shape]]:
         """The states of a parameter of this whole shape, with their shapes."""
         for state in self.of(name, shape).states:
-            if state.applies(name, shape):
+            if state.applies is None or state.applies(name, shape):
                 yield state, state.shape(shape)
 
     def state_bytes(self, name: str, shape: Shape) -> float:

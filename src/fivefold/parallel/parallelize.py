@@ -387,8 +387,6 @@ class _ReplicaBuilder:
             if keeping.frozen:
                 frozen, _, _ = self._parameters(stages, keeping.frozen, None)
                 made.append(Frozen(frozen, self.table, self.compute_dtype))
-            for replica in made:
-                replica.conditional = self.filled
             self.into.replicas += made  # the list that `reductions` know
             of_stage |= dict.fromkeys(keeping.stages, made)
         return of_stage

@@ -54,11 +54,8 @@ class Replica:
         """Waits until all gradients are summed over the ranks that hold the same weights."""
 
     def allow_zeros(self, names: Iterable[str]) -> None:
-        """Called before the gradients of these trained parameters count as zeros, because no backward has set them.
-
-        Raises:
-            RuntimeError: one of them must have a gradient. Zeros would train the model wrongly, and nobody would see.
-        """
+        """Called before gradients that no backward of this step has set count as zeros. Raises RuntimeError: one must
+        be there. With zeros instead, the model would learn something else, and nobody would see it."""
         if lost := [] if self.conditional else sorted(set(names) - self.idle):
             more = f" and {len(lost) - 1} more" if lost[1:] else ""
             raise RuntimeError(f"{lost[0]}{more}: no gradient in this step, though the stage ran microbatches")

@@ -40,8 +40,7 @@ from fivefold.sharding.tiers import tiers
 from fivefold.step.custom import NOTHING, UserFunctions, custom_model, make_equal, use_loss
 from fivefold.step.qk_clip import QKClip
 
-PRIME = (1 << 31) - 1
-"""Sums of positions are compared modulo this, which a sum over ranks cannot overflow."""
+PRIME = (1 << 31) - 1  # sums of positions are compared modulo it: those of all ranks do not overflow
 
 
 @dataclass
@@ -204,10 +203,9 @@ def build_state(
 def assert_whole(state: State, model: CustomModel | Card, card: OptimizerCard) -> None:
     """Asserts that exactly one rank owns each element of the weights and of the optimizer's states, so that the ranks
     can write whole checkpoints. card: with the states that are kept."""
-    wanted = dict(model.parameters)
-    for name, shape in model.parameters.items():
-        states = card.states_of(name, shape) if name not in model.frozen else ()
-        wanted |= {f"{one.name}.{name}": found for one, found in states}
+    trained = {name: shape for name, shape in model.parameters.items() if name not in model.frozen}
+    states = ((n, *of) for n, shape in trained.items() for of in card.states_of(n, shape))
+    wanted = {**model.parameters} | {f"{state.name}.{n}": shape for n, state, shape in states}
     mine = state.parts() | {f"{one}.{name}": part for (one, name), part in state.moment_parts().items()}
     rows = list[tuple[int, int, int]]()
     for name, shape in wanted.items():
@@ -255,6 +253,7 @@ def with_optimizer(
     for replica in parallel.replicas:
         mine = {name: way for name, way in found.items() if name in replica.masters}
         gathering = Gathered(mine, mesh) if mine else None
+        replica.conditional = own is not None
         trained = {name: w for name, w in replica.masters.items() if not replica.parts[name].frozen}
         shapes = {name: replica.parts[name].shape for name in trained}
         given: dict[str, Any] = updater_arguments(recipe, shapes, embeddings, functions)
