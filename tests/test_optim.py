@@ -1,6 +1,7 @@
 """Learning-rate schedules, clipping, optimizers."""
 
 import json
+from itertools import product
 import math
 from typing import Any
 from unittest.mock import patch
@@ -426,6 +427,49 @@ LR = dict.fromkeys(("sgd", "momentum", "nesterov", "adagrad"), 0.05) | {"rmsprop
 def test_equals_one_process(tmp_path, name, layout):
     """Losses, every gradient, its norm, and weights after three steps."""
     report = compared(tiny(tmp_path, layout, f"optim.name={name}", f"optim.lr={LR.get(name, 1e-3)}"))
+    assert report.passed, report.figures
+
+
+STACKS = {"gate_up": (4, 6, 3), "gate_up_bias": (4, 6), "down": (4, 3, 6), "filter_vectors": (4, 3)}
+"""Parameters whose first dim numbers experts, or channels: matrices and vectors of their own."""
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("leaf", STACKS)
+def test_what_a_stack_holds_is_updated_apart(name, leaf):
+    """Each member by itself, so that it does not matter which of them a rank has: weights and states are those of
+    updates of two halves of the stack."""
+    generator = torch.Generator().manual_seed(0)
+    key = f"blocks.0.mlp.experts.{leaf}"
+    whole = torch.randn(STACKS[leaf], generator=generator)
+    halves = [{key: half.clone()} for half in whole.chunk(2)]
+    together, apart = updater(name, {key: whole}), [updater(name, half) for half in halves]
+    for _ in range(3):
+        g = torch.randn(STACKS[leaf], generator=generator)
+        g[0] *= 100  # what its members share would show
+        together.step({key: g.clone()}, lr=0.1)
+        for one, half in zip(apart, g.chunk(2), strict=True):
+            one.step({key: half.clone()}, lr=0.1)
+    torch.testing.assert_close(whole, torch.cat([half[key] for half in halves]), rtol=1e-4, atol=1e-5)
+    for state, value in together.states().items():
+        parts = [one.states()[state] for one in apart]
+        torch.testing.assert_close(value, torch.cat(parts), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    slow_but(
+        {("adafactor", "dp=2,ep=2")},
+        [
+            *product(("adafactor", "adamw8bit", "muon"), ("dp=2,ep=2", "dp=4,ep=2,zero=2", "tp=2")),
+            ("adafactor", "dp=2,ep=2,zero=3"),
+        ],
+    ),
+)
+def test_experts_with_biases_equal_one_process(tmp_path, name, layout):
+    """gpt_oss, whose experts have stacks of vectors. verify weighs elements by no moment that Adafactor has."""
+    sets = "model.arch=gpt_oss", "model.experts=4", "model.experts_per_token=2", "model.tie_embeddings=false"
+    report = compared(tiny(tmp_path, layout, *sets, f"optim.name={name}", "optim.lr=1e-3"))
     assert report.passed, report.figures
 
 

@@ -100,6 +100,29 @@ def test_goes_on_at_another_layout(
         assert_close_tensors(getattr(found, kind), getattr(wanted, kind))
 
 
+FEW = [
+    (f"schedule={schedule},zero={zero}{more}", ramp)
+    for schedule, zero, more, ramp in (
+        ("dualpipev", 1, "", "2:2+4:1"), ("dualpipe", 2, "", "2:1+6:2"), ("zbv", 3, "", "2:2+6:1"),
+        ("dualpipev_paired", 3, ",offload=states:host", ""), ("dualpipe_paired", 1, "", ""), ("dualpipev", 1, "", ""),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("how", "ramp"), [FEW[0], *slow(*FEW[1:])])
+def test_fewer_microbatches_than_at_first(base: Recipe, tmp_path: Path, how: str, ramp: str) -> None:
+    """Than a pipeline has ranks, in the first phases of a ramp; or since the run goes on with twice the ranks that
+    share a batch. The weights and moments are those of one process."""
+    recipe = change(base, ["model.layers=4", f"train.batch_ramp={ramp}" if ramp else "train.global_batch_size=4"])
+    train(recipe, ONE, tmp_path / "one", 4)
+    if not ramp:
+        train(recipe, "pp=2", tmp_path / "other", 2)
+    train(recipe, f"dp=2,pp=2,{how}", tmp_path / "other", 4, resume=not ramp)
+    a, b = (stored.load(store.latest(tmp_path / name)) for name in ("one", "other"))
+    for kind in ("model", "optimizer"):
+        assert_close_tensors(getattr(b, kind), getattr(a, kind))
+
+
 @pytest.mark.parametrize(
     "second",
     [

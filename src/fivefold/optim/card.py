@@ -79,7 +79,7 @@ CODES = "uint8"
 """The dtype of quantised states, which no model computes in."""
 
 
-def like_parameter(shape: Shape) -> Shape | None:
+def like_parameter(shape: Shape) -> Shape:
     return shape
 
 
@@ -87,11 +87,12 @@ def like_parameter(shape: Shape) -> Shape | None:
 class OptimizerState:
     """A tensor per parameter, or per matrix of one that consists of several. name: the key in the optimizer, and in a
     checkpoint (`NAME.PARAMETER`, `NAME.PARAMETER.NUMBER`). dtype: of its elements. shape: its shape, given the
-    parameter's or the matrix', with as many dims; None: such a parameter has none."""
+    parameter's or the matrix', with as many dims. applies: the parameters that have it; None: all."""
 
     name: str
     dtype: str = MASTER
-    shape: Callable[[Shape], Shape | None] = like_parameter
+    shape: Callable[[Shape], Shape] = like_parameter
+    applies: Callable[[str, Shape], bool] | None = None
 
     @property
     def bytes(self) -> float:
@@ -151,7 +152,7 @@ class OptimizerCard:
     @property
     def uniform(self) -> bool:
         """True if every state of every parameter has its shape."""
-        return self.rest is None and all(state.shape is like_parameter for state in self.states)
+        return self.rest is None and all(s.shape is like_parameter and not s.applies for s in self.states)
 
     @property
     def bytes(self) -> float:
@@ -183,8 +184,8 @@ class OptimizerCard:
         """The states of a parameter of this whole shape: (state, its name in `matrices`, the state's shape)."""
         for own, one in self.matrices(name, shape, sections).items():
             for state in self.of(name, shape).states:
-                if (found := state.shape(one)) is not None:
-                    yield state, own, found
+                if state.applies is None or state.applies(name, one):
+                    yield state, own, state.shape(one)
 
     def state_bytes(self, name: str, shape: Shape, sections: Sections | None = None) -> float:
         """Bytes of all states of a parameter."""

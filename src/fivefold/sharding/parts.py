@@ -326,6 +326,17 @@ def size_of(ranges: Ranges) -> int:
     return math.prod(local_shape(ranges))
 
 
+def positions(ranges: Ranges, shape: Shape) -> tuple[int, int]:
+    """The number of a part's elements, and the sum of their positions in a tensor of this shape. Those of parts that
+    make it up add up to those of the whole."""
+    size, total, stride = size_of(ranges), 0, 1
+    for spans, length in zip(reversed(ranges), reversed(shape), strict=True):
+        own = sum(b - a for a, b in spans)
+        total += stride * sum((a + b - 1) * (b - a) // 2 for a, b in spans) * (size // own if own else 0)
+        stride *= length
+    return size, total
+
+
 def boxes(ranges: Ranges) -> Iterator[tuple[tuple[slice, ...], tuple[Span, ...]]]:
     """The rectangular pieces of a part: (where in the local tensor, which box of the whole)."""
     dims = ([(slice(at, at + b - a), (a, b)) for at, (a, b) in offsets(spans)] for spans in ranges)
