@@ -272,6 +272,29 @@ def test_balance_loss_is_one_at_even_load_and_e_at_worst():
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_scores_that_all_vanish_divide_by_no_zero(score):
+    """Sigmoids of logits near -200 are 0 in fp32. As transformers' DeepSeek-V3 has it, such a token gets nothing from
+    its experts, and gives them no gradient; a softmax is as ever, and so are other tokens."""
+    layer = mixture(router_score=score, router_normalize=True, aux_loss_weight=0.1)
+    x = torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        layer.router.weight[:, 0] = -200.0
+        x[..., 0] = 0.0
+        x[:, 3, 0] = 1.0
+    x.requires_grad_()
+    y = layer(x)
+    y.sum().backward()
+    assert y.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in (x, *layer.parameters()))
+    assert (y[0, 3] == 0).all() == (score == "sigmoid")
+    logits = F.linear(x[0], layer.router.weight)
+    scores = logits.sigmoid() if score == "sigmoid" else logits.softmax(-1)
+    topk_weights = scores.topk(2).values
+    theirs = topk_weights / (topk_weights.sum(dim=-1, keepdim=True) + 1e-20)
+    torch.testing.assert_close(layer.router(x[0])[1], theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_router_losses_have_their_gradient(score):
     """Without a term in the reported loss, gradients are those of loss + weights x terms, at any scale."""
     changes = {"router_score": score, "aux_loss_weight": 0.3, "z_loss_weight": 0.05}

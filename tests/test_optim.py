@@ -1,6 +1,7 @@
 """Learning-rate schedules, clipping, optimizers."""
 
 import json
+from itertools import product
 import math
 from typing import Any
 from unittest.mock import patch
@@ -33,7 +34,7 @@ from fivefold.recipe import load, resolve
 from fivefold.schedules.compression import dynamic
 from fivefold.sharding.layout import Layout, parse
 from fivefold.sharding.matrices import exchanges, sizes_sent
-from fivefold.sharding.parts import boxes, held, local_shape
+from fivefold.sharding.parts import Sections, boxes, held, local_shape
 from fivefold.step import step as steps_of
 from fivefold.step.state import build_state
 from fivefold.step.step import NORM, judge, outlier
@@ -70,9 +71,10 @@ def test_schedule_shapes():
     assert curve("constant")[10:] == [1.0] * 90
 
 
-def updater(name, masters, **changes):
+def updater(name, masters, sections=None, **changes):
     card = OPTIMIZERS[name]
-    return Updater(card, masters, lr=0.1, weight_decay=0.5, fields={**card.fields, **changes})
+    fields = {**card.fields, **changes}
+    return Updater(card, masters, lr=0.1, weight_decay=0.5, fields=fields, sections=sections)
 
 
 def test_adamw_decays_matrices_only():
@@ -162,34 +164,44 @@ def test_adafactor_is_that_of_torch():
         torch.testing.assert_close(w, copies[key], rtol=1e-5, atol=1e-6)
 
 
-def test_soap_is_that_of_the_paper():
-    """Algorithm 3 of arXiv 2409.11321 in fp64. Its first step only makes the bases, which have no order and, where
-    eigenvalues are equal, no direction: they are checked, and taken over."""
-    generator = torch.Generator().manual_seed(0)
-    masters = {"blocks.0.w": torch.randn(6, 4, generator=generator)}
+@pytest.mark.parametrize("sizes", [(6,), (5, 3, 2)])
+def test_soap_is_that_of_the_paper(sizes):
+    """Algorithm 3 of arXiv 2409.11321 in fp64, of one matrix or of several in one parameter. Its first step only makes
+    the bases, which have no order and, where eigenvalues are equal, no direction: they are checked, and taken over."""
+    generator, name, whole = torch.Generator().manual_seed(0), "blocks.0.w", (sum(sizes), 4)
+    masters = {name: torch.randn(whole, generator=generator)}
     (b1, b2), eps, lr, decay, every = (0.9, 0.95), 1e-8, 0.1, 0.5, 2
-    mine = updater("soap", masters, betas=(b1, b2), eps=eps, basis_every=every)
-    w, m, v = (t.double() for t in (masters["blocks.0.w"].clone(), torch.zeros(6, 4), torch.zeros(6, 4)))
+    sections = {name: Sections(0, sizes)} if len(sizes) > 1 else None
+    mine = updater("soap", masters, sections, betas=(b1, b2), eps=eps, basis_every=every)
+    kept = [(w.double(), 0.0, 0.0) for w in masters[name].clone().split(sizes)]
+    bases = {}
     for step in range(8):
-        g = torch.randn(6, 4, generator=generator)
-        mine.step({"blocks.0.w": g.clone()}, lr=lr)
-        g = g.double()
-        if step == 0:
-            left, right = (1 - b2) * g @ g.T, (1 - b2) * g.T @ g
-            ql, qr = (mine.states()[f"{side}_basis.blocks.0.w"].double() for side in ("left", "right"))
-            for average, basis in ((left, ql), (right, qr)):
-                values = torch.diag(basis.T @ average @ basis)
-                torch.testing.assert_close(basis @ torch.diag(values) @ basis.T, average, rtol=0, atol=1e-6)
-            w = w - lr * decay * w
-        else:
-            m = b1 * m + (1 - b1) * g
-            v = b2 * v + (1 - b2) * (ql.T @ g @ qr) ** 2
-            turned = (ql.T @ m @ qr) / (1 - b1**step)
-            w = w - lr * (ql @ (turned / ((v / (1 - b2**step)).sqrt() + eps)) @ qr.T + decay * w)
-            left, right = b2 * left + (1 - b2) * g @ g.T, b2 * right + (1 - b2) * g.T @ g
-            if step % every == 0:
-                ql, qr = torch.linalg.qr(left @ ql).Q, torch.linalg.qr(right @ qr).Q
-        torch.testing.assert_close(masters["blocks.0.w"].double(), w, rtol=1e-5, atol=1e-5)
+        gradient = torch.randn(whole, generator=generator)
+        mine.step({name: gradient.clone()}, lr=lr)
+        for number, g in enumerate(gradient.double().split(sizes)):
+            w, m, v = kept[number]
+            own = f"{name}.{number}" if sections else name
+            if step == 0:
+                left, right = (1 - b2) * g @ g.T, (1 - b2) * g.T @ g
+                ql, qr = (mine.states()[f"{side}_basis.{own}"].double() for side in ("left", "right"))
+                for average, basis in ((left, ql), (right, qr)):
+                    values = torch.diag(basis.T @ average @ basis)
+                    torch.testing.assert_close(
+                        basis @ torch.diag(values) @ basis.T, average, rtol=0, atol=1e-6
+                    )
+                w = w - lr * decay * w
+            else:
+                left, right, ql, qr = bases[number]
+                m = b1 * m + (1 - b1) * g
+                v = b2 * v + (1 - b2) * (ql.T @ g @ qr) ** 2
+                turned = (ql.T @ m @ qr) / (1 - b1**step)
+                w = w - lr * (ql @ (turned / ((v / (1 - b2**step)).sqrt() + eps)) @ qr.T + decay * w)
+                left, right = b2 * left + (1 - b2) * g @ g.T, b2 * right + (1 - b2) * g.T @ g
+                if step % every == 0:
+                    ql, qr = torch.linalg.qr(left @ ql).Q, torch.linalg.qr(right @ qr).Q
+            kept[number], bases[number] = (w, m, v), (left, right, ql, qr)
+            now = masters[name].split(sizes)[number]
+            torch.testing.assert_close(now.double(), w, rtol=1e-5, atol=1e-5)
 
 
 def test_adamw_of_eight_bits_is_adamw_up_to_its_codes():
@@ -320,6 +332,13 @@ def masters_of(generator):
     }
 
 
+SECTIONS = {
+    "blocks.0.w": Sections(0, (2, 1)),
+    "blocks.0.experts": Sections(1, (1, 2)),
+    "norm": Sections(0, (1, 1)),
+}
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_states_travel_and_weigh_what_the_card_says(name):
     generator = torch.Generator().manual_seed(0)
@@ -327,21 +346,20 @@ def test_states_travel_and_weigh_what_the_card_says(name):
     if name == "adafactor":
         del masters["none"]
     grads = {key: torch.randn(w.shape, generator=generator) for key, w in masters.items()}
-    first = updater(name, masters)
+    first = updater(name, masters, SECTIONS)
     assert first.states() == {}
     for _ in range(2):
         first.step(grads, lr=0.1)
     card, saved = OPTIMIZERS[name], {k: v.clone() for k, v in first.states().items()}
     shapes = {key: tuple(w.shape) for key, w in masters.items()}
-    assert set(saved) == {
-        f"{s.name}.{key}" for key, shape in shapes.items() for s, _ in card.states_of(key, shape)
-    }
-    weigh = sum(card.state_bytes(key, shape) for key, shape in shapes.items())
-    counts = sum(card.of(key, shape).counts for key, shape in shapes.items())
+    each = [(key, shape, SECTIONS.get(key)) for key, shape in shapes.items()]
+    assert set(saved) == {f"{s.name}.{own}" for one in each for s, own, _ in card.states_of(*one)}
+    weigh = sum(card.state_bytes(*one) for one in each)
+    counts = sum(card.of(key, shape).counts * len(card.matrices(key, shape, one)) for key, shape, one in each)
     assert sum(t.nbytes for t in saved.values()) == weigh
     assert sum(t.nbytes for t in first.kept()) == weigh + 4 * counts
     copies = {key: w.clone() for key, w in masters.items()}
-    second = updater(name, copies)
+    second = updater(name, copies, SECTIONS)
     second.load(saved, steps=2)
     for optimizer in (first, second):
         optimizer.step(grads, lr=0.1)
@@ -409,6 +427,49 @@ LR = dict.fromkeys(("sgd", "momentum", "nesterov", "adagrad"), 0.05) | {"rmsprop
 def test_equals_one_process(tmp_path, name, layout):
     """Losses, every gradient, its norm, and weights after three steps."""
     report = compared(tiny(tmp_path, layout, f"optim.name={name}", f"optim.lr={LR.get(name, 1e-3)}"))
+    assert report.passed, report.figures
+
+
+STACKS = {"gate_up": (4, 6, 3), "gate_up_bias": (4, 6), "down": (4, 3, 6), "filter_vectors": (4, 3)}
+"""Parameters whose first dim numbers experts, or channels: matrices and vectors of their own."""
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("leaf", STACKS)
+def test_what_a_stack_holds_is_updated_apart(name, leaf):
+    """Each member by itself, so that it does not matter which of them a rank has: weights and states are those of
+    updates of two halves of the stack."""
+    generator = torch.Generator().manual_seed(0)
+    key = f"blocks.0.mlp.experts.{leaf}"
+    whole = torch.randn(STACKS[leaf], generator=generator)
+    halves = [{key: half.clone()} for half in whole.chunk(2)]
+    together, apart = updater(name, {key: whole}), [updater(name, half) for half in halves]
+    for _ in range(3):
+        g = torch.randn(STACKS[leaf], generator=generator)
+        g[0] *= 100  # what its members share would show
+        together.step({key: g.clone()}, lr=0.1)
+        for one, half in zip(apart, g.chunk(2), strict=True):
+            one.step({key: half.clone()}, lr=0.1)
+    torch.testing.assert_close(whole, torch.cat([half[key] for half in halves]), rtol=1e-4, atol=1e-5)
+    for state, value in together.states().items():
+        parts = [one.states()[state] for one in apart]
+        torch.testing.assert_close(value, torch.cat(parts), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    slow_but(
+        {("adafactor", "dp=2,ep=2")},
+        [
+            *product(("adafactor", "adamw8bit", "muon"), ("dp=2,ep=2", "dp=4,ep=2,zero=2", "tp=2")),
+            ("adafactor", "dp=2,ep=2,zero=3"),
+        ],
+    ),
+)
+def test_experts_with_biases_equal_one_process(tmp_path, name, layout):
+    """gpt_oss, whose experts have stacks of vectors. verify weighs elements by no moment that Adafactor has."""
+    sets = "model.arch=gpt_oss", "model.experts=4", "model.experts_per_token=2", "model.tie_embeddings=false"
+    report = compared(tiny(tmp_path, layout, *sets, f"optim.name={name}", "optim.lr=1e-3"))
     assert report.passed, report.figures
 
 
@@ -547,25 +608,35 @@ PLACED = {
 }  # fmt: skip
 
 
+MIXED = {"experts": 4, "experts_per_token": 2, "shared_experts": 1, "expert_ffn_dim": 16}
+ARCHS = {
+    "dp=2,tp=2,zero=3": {"arch": "deepseek", "kv_heads": 8, **MIXED},
+    "tp=2,dp=2": {"arch": "qwen3_next", "full_every": 2, "linear_key_heads": 2, **MIXED},
+    "pp=2,tp=2": {"arch": "olmo2"},
+    "dp=4,zero=1": {"arch": "gpt2", "kv_heads": 8},
+}
+"""Models other than llama, by the layouts that have them. Those that divide experts have moe."""
+
+
 def same_bits(rank, world, name, layouts):
-    """Updates of a rank's parts by parts of the same gradients, against those of whole parameters. Returns (layout,
-    largest difference of weights, of states, bytes of states, bytes by the card)."""
+    """Updates of a rank's parts by parts of the same gradients, against those of whole parameters, some of which
+    consist of several matrices. Returns (layout, largest difference of weights, of states, bytes of states, bytes by
+    the card)."""
     card, found = OPTIMIZERS[name], []
     fields = card.fields | {"basis_every": 2} if name == "soap" else dict(card.fields)
     for text in layouts:
         layout = Layout(**parse(text))
-        sections = {"arch": "moe", "experts": 4, "experts_per_token": 2} if layout.ep > 1 else {}
-        model = resolve_model(
-            ModelSection(layers=2, dim=32, heads=4, kv_heads=4, ffn_dim=48, **sections), vocab_size=50
-        )
+        sizes = {"layers": 2, "dim": 32, "heads": 8, "kv_heads": 4, "ffn_dim": 48, "seq_len": 16}
+        of = {"arch": "moe", **MIXED} if layout.ep > 1 else ARCHS.get(text, {"attention_bias": True})
+        model = resolve_model(ModelSection(**sizes | of), vocab_size=50)
         spec, mesh = card_of(model), Mesh(layout, ranks_of(rank, world))
         generator = torch.Generator().manual_seed(0)
         whole = {key: torch.randn(shape, generator=generator) for key, shape in spec.parameters.items()}
         table, routes = held(spec, layout, rank), ways(card, spec, layout, rank)
         mine = {key: cut(whole[key], part) for key, part in table.items()}
         gathering = Gathered(routes, mesh) if routes else None
-        one = Updater(card, whole, 0.1, 0.1, fields)
-        other = Updater(card, mine, 0.1, 0.1, fields, gathering=gathering)
+        one = Updater(card, whole, 0.1, 0.1, fields, sections=spec.sections)
+        other = Updater(card, mine, 0.1, 0.1, fields, gathering=gathering, sections=spec.sections)
         for _ in range(4):
             grads = {key: torch.randn(shape, generator=generator) for key, shape in spec.parameters.items()}
             other.step({key: cut(grads[key], part) for key, part in table.items()}, 0.1)

@@ -21,6 +21,7 @@ from fivefold.comm import all_or_none
 from fivefold.data import prepare
 from fivefold.errors import CommunicationError, UserError
 from fivefold.launch.ranks import Ranks
+from fivefold.models.card import Card, card_of
 from fivefold.observe.console import Console
 from fivefold.optim import OPTIMIZERS
 from fivefold.parallel.mesh import Mesh
@@ -97,6 +98,29 @@ def test_goes_on_at_another_layout(
     assert found.meta["step"] == wanted.meta["step"] == 4
     for kind in ("model", "optimizer"):
         assert_close_tensors(getattr(found, kind), getattr(wanted, kind))
+
+
+FEW = [
+    (f"schedule={schedule},zero={zero}{more}", ramp)
+    for schedule, zero, more, ramp in (
+        ("dualpipev", 1, "", "2:2+4:1"), ("dualpipe", 2, "", "2:1+6:2"), ("zbv", 3, "", "2:2+6:1"),
+        ("dualpipev_paired", 3, ",offload=states:host", ""), ("dualpipe_paired", 1, "", ""), ("dualpipev", 1, "", ""),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("how", "ramp"), [FEW[0], *slow(*FEW[1:])])
+def test_fewer_microbatches_than_at_first(base: Recipe, tmp_path: Path, how: str, ramp: str) -> None:
+    """Than a pipeline has ranks, in the first phases of a ramp; or since the run goes on with twice the ranks that
+    share a batch. The weights and moments are those of one process."""
+    recipe = change(base, ["model.layers=4", f"train.batch_ramp={ramp}" if ramp else "train.global_batch_size=4"])
+    train(recipe, ONE, tmp_path / "one", 4)
+    if not ramp:
+        train(recipe, "pp=2", tmp_path / "other", 2)
+    train(recipe, f"dp=2,pp=2,{how}", tmp_path / "other", 4, resume=not ramp)
+    a, b = (stored.load(store.latest(tmp_path / name)) for name in ("one", "other"))
+    for kind in ("model", "optimizer"):
+        assert_close_tensors(getattr(b, kind), getattr(a, kind))
 
 
 @pytest.mark.parametrize(
@@ -239,6 +263,25 @@ def test_states_of_whole_matrices_resume_too(
     assert_close_tensors(found[second].model, found[ONE].model)
     if not OPTIMIZERS[name].jumps:
         assert_close_tensors(found[second].optimizer, found[ONE].optimizer)
+
+
+@pytest.mark.parametrize("name", ["muon", *slow("soap", "adafactor")])
+def test_states_of_joined_matrices_are_refused(
+    base: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Older versions had one state for queries, keys and values together. One sentence says what to do."""
+    recipe = change(base, [f"optim.name={name}", *(["optim.eps=none"] if name == "adafactor" else [])])
+    with monkeypatch.context() as older:
+        older.setattr(Card, "sections", {})
+        card_of.cache_clear()
+        train(recipe, ONE, tmp_path / "old", 1)
+    card_of.cache_clear()
+    with pytest.raises(UserError) as refused:
+        train(recipe, ONE, tmp_path / "old", 2, resume=True)
+    (sentence,) = str(refused.value).splitlines()
+    assert "for several matrices, and now each is updated by itself" in sentence
+    assert "train.init_from" in sentence
+    assert "attention.qkv.weight" in sentence
 
 
 def test_a_divided_run_samples_its_last_checkpoint(base: Recipe, tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def optimizers(
             "name": card.name,
             "bytes_per_parameter": card.state_bytes("blocks.0.matrix", shape) / MATRIX**2,
             "rest_bytes_per_parameter": card.state_bytes("embed.weight", shape) / MATRIX**2,
-            "states": [state.name for state, _ in card.states_of("blocks.0.matrix", shape)],
+            "states": [state.name for state, *_ in card.states_of("blocks.0.matrix", shape)],
             "needs": card.needs,
             "source": card.source,
             "fields": dict(card.fields),

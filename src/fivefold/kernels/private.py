@@ -70,6 +70,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def after_backward(call: Callable[[], None]) -> None:
+    """Calls something at the end of the backward that autograd runs in this thread. Without it: weights of the block
+    that a backward reaches last stay until their gradients are there, which a pipeline puts off."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
 def watched() -> bool:
     """True while a mode sees every operation of this thread, such as a trace. Without it: a trace would miss what a
     pipeline's pairs run on their second thread."""
@@ -171,8 +177,15 @@ def take_deferred_gradients(unit: FSDPModule) -> None:
 def end_backward(root: FSDPModule) -> None:
     """Scatters the gradients that are due and waits for them, as at the end of a backward. Without it: no ZeRO in
     pipelines."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    begin(root)  # a stage without microbatches had no forward
     state = root._get_fsdp_state()
     context = state._state_ctx
+    for unit in root.modules():  # it passes over one that a deferred gradient left behind its backward
+        for group in groups(unit) if isinstance(unit, FSDPModule) else ():
+            group._training_state = TrainingState.IDLE
     if hasattr(context, "manual_backward_finalization_active"):  # torch 2.15 asks who ends a backward
         context.manual_backward_finalization_active = False  # pyright: ignore[reportAttributeAccessIssue]
     state._root_post_backward_final_callback()

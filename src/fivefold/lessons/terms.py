@@ -170,7 +170,7 @@ def states_of(asked: Asked) -> tuple[States, list[tuple[str, float]]]:
     card, b = OPTIMIZERS[s.software.optimizer], s.states
     if card.uniform and sum(state.bytes for state in card.states) == b.moments:
         return b, [(state.name, state.bytes) for state in card.states]
-    every = sum(card.state_bytes(name, shape) for name, shape in s.card.parameters.items())
+    every = sum(card.state_bytes(n, shape, s.card.sections.get(n)) for n, shape in s.card.parameters.items())
     moments = b.moments if card.uniform else every / s.card.count
     return replace(b, moments=moments), [("optimizer states", moments)]
 

@@ -21,7 +21,7 @@ from fivefold.models.mixture_work import mixture
 from fivefold.models.operations import ByKind, Matmul, Operation, Program, Saved, Sizes, Work
 from fivefold.models.section import ModelSection
 from fivefold.models.tables import ahead, under
-from fivefold.sharding.parts import OUTPUT, TIED, Cut, Shape, is_matrix, matching
+from fivefold.sharding.parts import OUTPUT, TIED, Cut, Sections, Shape, is_matrix, matching, sections_by
 
 if TYPE_CHECKING:
     cached = property  # the Protocol `Model` has properties
@@ -254,6 +254,12 @@ class Card(ABC):
             if cut := self.cut(local, shape):
                 found[name] = cut
         return found
+
+    @cached
+    def sections(self) -> Mapping[str, Sections]:
+        """Of the parameters that consist of several matrices, or vectors. Matrices are apart by their meaning, such as
+        queries, keys and values, also where a published file joins them (GPT-2, Phi-3)."""
+        return sections_by(self.cuts)
 
     def cut(self, name: str, shape: Shape) -> Cut | None:
         """The cut of a parameter; None: it is whole on every rank. name: without "blocks.N."."""

@@ -19,7 +19,7 @@ from fivefold.models.card import cached
 from fivefold.models.layers import AttentionCore, Linear, Sublayer
 from fivefold.models.recomputation import of_blocks
 from fivefold.sharding.layout import Layout
-from fivefold.sharding.parts import TIED, Cut, Shape, block_of, matching
+from fivefold.sharding.parts import TIED, Cut, Shape, block_of, matching, sections_by
 
 
 def _whole(name: str, shape: Shape) -> Cut | None:
@@ -31,9 +31,9 @@ class ModuleCard:
     """What a user says of an own module.
 
     cut: how tensor parallelism divides a parameter, given its name (within its block) and shape; None: it is whole on
-    every rank. tied: the output layer shares `embed.weight`. beginning: what names of parameters before the blocks
-    begin with, in a pipeline. whole_sequences, regional: as in `models.card.Card`. named: the name of a parameter in
-    `train.init_from`.
+    every rank. Each of its sections is a matrix of its own, also for optimizers of whole matrices, in any layout. tied:
+    the output layer shares `embed.weight`. beginning: what names of parameters before the blocks begin with, in a
+    pipeline. whole_sequences, regional: as in `models.card.Card`. named: the name of a parameter in `train.init_from`.
     """
 
     cut: Callable[[str, Shape], Cut | None] = _whole
@@ -87,6 +87,7 @@ class CustomModel:
             within = name[len(f"{self.stack}.{number}.") :] if number else name
             if (cut := card.cut(within, shape)) is not None:
                 self.cuts[name] = cut
+        self.sections = sections_by(self.cuts)
 
     @property
     def module(self) -> nn.Module:

@@ -40,6 +40,7 @@ from fivefold.precision.formats import Format
 from fivefold.precision.fp8 import BLOCK
 
 Compute = Callable[[Tensor, Tensor], Tensor]
+LEAST = 1e-20  # on sums of scores that divide, as in DeepSeek-V3: in fp32 the sigmoid of -104 is 0
 
 
 class RouterStats:
@@ -139,14 +140,14 @@ class Router(nn.Module):
         logits = self.logits(x_ND)
         scores = shares = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
         if self.sigmoid:
-            shares = scores / scores.sum(-1, keepdim=True)
+            shares = scores / (scores.sum(-1, keepdim=True) + LEAST)
         ranked = scores.detach() if self.bias is None else scores.detach() + self.bias.float()
         if self.groups_per_token < self.groups:
             ranked = best_groups(ranked, self.groups, self.groups_per_token)
         chosen = ranked.topk(self.per_token, dim=-1).indices
         weights = scores.gather(-1, chosen)
         if self.normalize:
-            weights = weights / weights.sum(-1, keepdim=True)
+            weights = weights / (weights.sum(-1, keepdim=True) + LEAST)
         if self.scale != 1:
             weights = weights * self.scale
         return chosen, weights, shares, logits

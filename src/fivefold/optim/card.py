@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fivefold.errors import UserError
 from fivefold.precision import DTYPES, MASTER, Mode
 from fivefold.sharding.layout import Layout
-from fivefold.sharding.matrices import Needs, Outline, Route, outlines, routes
-from fivefold.sharding.parts import Model, Part, Ranges, Shape, held, patterns, size_of, whole
+from fivefold.sharding.matrices import Needs, Outline, Route, first_dim, outlines, routes
+from fivefold.sharding.parts import Model, Part, Ranges, Sections, Shape, held, patterns, size_of, whole
 
 if TYPE_CHECKING:
     import torch
@@ -79,18 +79,20 @@ CODES = "uint8"
 """The dtype of quantised states, which no model computes in."""
 
 
-def like_parameter(shape: Shape) -> Shape | None:
+def like_parameter(shape: Shape) -> Shape:
     return shape
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """A tensor per parameter. name: the key in the optimizer, and in a checkpoint (`NAME.PARAMETER`). dtype: of its
-    elements. shape: its shape, given the parameter's, with as many dims; None: such a parameter has none."""
+    """A tensor per parameter, or per matrix of one that consists of several. name: the key in the optimizer, and in a
+    checkpoint (`NAME.PARAMETER`, `NAME.PARAMETER.NUMBER`). dtype: of its elements. shape: its shape, given the
+    parameter's or the matrix', with as many dims. applies: the parameters that have it; None: all."""
 
     name: str
     dtype: str = MASTER
-    shape: Callable[[Shape], Shape | None] = like_parameter
+    shape: Callable[[Shape], Shape] = like_parameter
+    applies: Callable[[str, Shape], bool] | None = None
 
     @property
     def bytes(self) -> float:
@@ -150,7 +152,7 @@ class OptimizerCard:
     @property
     def uniform(self) -> bool:
         """True if every state of every parameter has its shape."""
-        return self.rest is None and all(state.shape is like_parameter for state in self.states)
+        return self.rest is None and all(s.shape is like_parameter and not s.applies for s in self.states)
 
     @property
     def bytes(self) -> float:
@@ -169,15 +171,27 @@ class OptimizerCard:
             return self
         return self.rest
 
-    def states_of(self, name: str, shape: Shape) -> Iterator[tuple[OptimizerState, Shape]]:
-        """The states of a parameter of this whole shape, with their shapes."""
-        for state in self.of(name, shape).states:
-            if (found := state.shape(shape)) is not None:
-                yield state, found
+    def matrices(self, name: str, shape: Shape, sections: Sections | None) -> dict[str, Shape]:
+        """What is updated by itself, by a name of its own: each of the matrices that a parameter consists of, if an
+        update depends on more of them than an element; else the parameter."""
+        if sections is None or sections.dim < first_dim(self.of(name, shape).needs, len(shape)):
+            return {name: shape}
+        return {f"{name}.{number}": one for number, one in enumerate(sections.shapes(shape))}
 
-    def state_bytes(self, name: str, shape: Shape) -> float:
+    def states_of(
+        self, name: str, shape: Shape, sections: Sections | None = None
+    ) -> Iterator[tuple[OptimizerState, str, Shape]]:
+        """The states of a parameter of this whole shape: (state, its name in `matrices`, the state's shape)."""
+        for own, one in self.matrices(name, shape, sections).items():
+            for state in self.of(name, shape).states:
+                if state.applies is None or state.applies(name, one):
+                    yield state, own, state.shape(one)
+
+    def state_bytes(self, name: str, shape: Shape, sections: Sections | None = None) -> float:
         """Bytes of all states of a parameter."""
-        return sum(state.bytes * math.prod(found) for state, found in self.states_of(name, shape))
+        return sum(
+            state.bytes * math.prod(found) for state, _, found in self.states_of(name, shape, sections)
+        )
 
 
 COMPENSATION = "compensation"
@@ -232,19 +246,19 @@ def _needs(card: OptimizerCard, model: Model, layout: Layout) -> dict[str, Needs
 def places(
     card: OptimizerCard, table: Mapping[str, Part], gathered: Mapping[str, Ranges | None]
 ) -> Iterator[tuple[OptimizerState, str, Part]]:
-    """(state, parameter, the part of the state that this rank keeps). table: the rank's parts of the parameters.
-    gathered: what it updates of those that come together; None: another rank does."""
+    """(state, parameter or matrix of one, the part of the state that this rank keeps). table: the rank's parts of the
+    parameters. gathered: what it updates of those that come together; None: another rank does."""
     for name, part in table.items():
         kept = gathered.get(name, part.keeps)
         if kept is None or part.frozen:
             continue  # its states are on its owner, or nowhere
-        for state, shape in card.states_of(name, part.shape):
+        for state, own, shape in card.states_of(name, part.shape, part.sections):
             # Where the parameter is whole, so is the state; its other dims are divided alike.
             ranges = tuple(
-                dim if dim != ((0, size),) else whole((own,))[0]
-                for dim, size, own in zip(kept, part.shape, shape, strict=True)
+                dim if dim != ((0, size),) else whole((its,))[0]
+                for dim, size, its in zip(kept, part.shape, shape, strict=True)
             )
-            yield state, name, replace(part, shape=shape, computes=ranges, keeps=ranges)
+            yield state, own, replace(part, shape=shape, computes=ranges, keeps=ranges)
 
 
 def gathered(found: Mapping[str, Route]) -> dict[str, Ranges | None]:

@@ -1,7 +1,8 @@
 """Muon (K. Jordan et al., 2024; at scale: arXiv 2502.16982): momentum whose matrices are made orthogonal.
 
-torch.optim.Muon computes the same, of single matrices that are whole. Here experts are stacks of matrices, and each
-matrix comes together on its owner. The rate is scaled so that an update has AdamW's usual size (arXiv 2502.16982), so
+torch.optim.Muon computes the same, of matrices that are parameters of their own. Here queries, keys and values, or
+gates and what they gate, lie in one parameter, and experts are stacks of matrices. Each is made orthogonal and scaled
+by itself, on the rank where it comes together. The scale gives an update AdamW's usual size (arXiv 2502.16982), so
 learning rate and weight decay suit both. Embeddings, the output layer and vectors are left to AdamW.
 """
 

@@ -6,7 +6,8 @@ element a code of 8 bits. Codes follow the paper's dynamic map, which has values
 within rows, so ranks that keep rows keep whole blocks. Vectors have fp32 moments.
 
 Adafactor: an update whose root mean square is beyond LONGEST is shortened. The learning rate is the recipe's, not
-relative to the size of the weights. Otherwise it is torch.optim.Adafactor, which waits for the device twice per
+relative to the size of the weights. Experts are stacks of matrices or vectors, each with its own averages and root mean
+square; so are several in one parameter. Otherwise it is torch.optim.Adafactor, which waits for the device twice per
 parameter.
 """
 
@@ -15,12 +16,12 @@ from __future__ import annotations
 from fivefold.optim.adamw import ADAMW
 from fivefold.optim.card import CODES, OptimizerCard, OptimizerState, Tensor, Update
 from fivefold.schedules.compression import dynamic
-from fivefold.sharding.parts import Shape
+from fivefold.sharding.parts import Shape, is_matrix
 
 BLOCK = 256
 EPS = 2.0**-23
 DECAY = -0.8  # the averages take in a share of t^DECAY of the squared gradients in step t
-LONGEST = 1.0  # root mean square of a matrix's update
+LONGEST = 1.0  # root mean square of an update
 
 
 def adamw8bit(g: Tensor, states: dict[str, Tensor], u: Update) -> Tensor:
@@ -58,7 +59,7 @@ def _scales(shape: Shape) -> Shape:
 
 def adafactor(g: Tensor, states: dict[str, Tensor], u: Update) -> Tensor:
     weight = u.step**DECAY
-    dims = tuple(range(max(0, g.dim() - 2), g.dim()))
+    dims = (-1,) if "variance" in states else (-2, -1)  # of a vector or a matrix, of which g may be a stack
     if "variance" in states:
         variance = states["variance"].lerp_(g.square(), weight.float()).clone()
     else:  # (..., r, 1) x (..., 1, c)
@@ -96,11 +97,9 @@ CARDS = (
         source="arXiv 1804.04235",
         rule=adafactor,
         states=(
-            OptimizerState("rows", shape=lambda shape: (*shape[:-1], 1) if len(shape) > 1 else None),
-            OptimizerState(
-                "columns", shape=lambda shape: (*shape[:-2], 1, shape[-1]) if len(shape) > 1 else None
-            ),
-            OptimizerState("variance", shape=lambda shape: shape if len(shape) < 2 else None),
+            OptimizerState("rows", shape=lambda shape: (*shape[:-1], 1), applies=is_matrix),
+            OptimizerState("columns", shape=lambda shape: (*shape[:-2], 1, shape[-1]), applies=is_matrix),
+            OptimizerState("variance", applies=lambda name, shape: not is_matrix(name, shape)),
         ),
         counts=True,
         needs="matrices",

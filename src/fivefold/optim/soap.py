@@ -1,8 +1,8 @@
 """SOAP (arXiv 2409.11321): Adam in the eigenbasis of Shampoo's preconditioners.
 
-L averages G G^T and R averages G^T G, for every matrix G (r, c) of a block. Every `basis_every` steps their
-eigenvectors are refined by one power iteration with a QR decomposition. The first step only makes them. Embeddings, the
-output layer and vectors are left to AdamW.
+L averages G G^T and R averages G^T G, for every matrix G (r, c) of a block, also for each of several in one parameter.
+Every `basis_every` steps their eigenvectors are refined by one power iteration with a QR decomposition. The first step
+only makes them. Embeddings, the output layer and vectors are left to AdamW.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ precision are updated as fp32 copies of a few parameters at a time (`Rounded`).
 It is a fused kernel, or a rule (`card.Rule`) that runs tensor by tensor and returns a direction. The weights then move
 by -lr times it, and by -lr * weight_decay of themselves. Where a rule's card needs whole matrices, the pieces of the
 gradients come together first (`Gathering`). Then the rule runs on the matrices that this rank owns, and the pieces of
-the directions go back.
+the directions go back. It runs on each of the matrices that a parameter consists of.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fivefold.kernels.adamw import AdamW
 from fivefold.optim.card import CODES, COMPENSATION, OptimizerCard, Update
 from fivefold.optim.rounding import Rounder, cut_off, scale_
 from fivefold.precision import torch_dtype
-from fivefold.sharding.parts import is_matrix, local_shape
+from fivefold.sharding.parts import Sections, is_matrix, local_shape
 from fivefold.sharding.units import updated_together
 
 
@@ -45,9 +45,9 @@ class Gathering(Protocol):
 class Rules:
     """The optimizer of a card with a rule, over some masters.
 
-    decays: weight decay of each. gathering: None: every parameter is whole, or needs nothing. states: of each
-    parameter, by name; empty before the first step. number: see `Update`. estimates: of the Hessian's diagonal by
-    parameter, while a step has them (step/curvature.py).
+    decays: weight decay of each. gathering: None: every parameter is whole, or needs nothing. sections: of the
+    parameters that consist of several matrices. states: by the names of `card.matrices`; empty before the first step.
+    number: see `Update`. estimates: of the Hessian's diagonal by parameter, while a step has them (step/curvature.py).
     """
 
     def __init__(
@@ -59,10 +59,12 @@ class Rules:
         compute: torch.dtype,
         gathering: Gathering | None = None,
         tokens: int = 1,
+        sections: Mapping[str, Sections] | None = None,
     ):
         assert card.rule is not None
         self.card, self.masters, self.decays, self.compute = card, masters, decays, compute
         self.fields, self.gathering, self.tokens = fields, gathering, tokens
+        self.sections = sections or {}
         self.states: dict[str, dict[str, Tensor]] = {}
         self.number = 0
         self.constants: dict[Any, Tensor] = {}
@@ -85,10 +87,22 @@ class Rules:
                 self._apply(name, direction, rates[name], skip)
 
     def _direction(self, name: str, gradient: Tensor, lr: float, skip: Tensor | None) -> Tensor:
-        fresh = name not in self.states
-        states = self.states.setdefault(name, {})
+        sections = self.sections.get(name)
+        names = self.card.matrices(name, tuple(gradient.shape), sections)
+        if sections is None or len(names) == 1:
+            return self._of_one(name, name, gradient, lr, skip)
+        found = torch.empty_like(gradient)
+        both = (each.split(sections.sizes, sections.dim) for each in (gradient, found))
+        for own, one, direction in zip(names, *both, strict=True):
+            direction.copy_(self._of_one(name, own, one, lr, skip))
+        return found
+
+    def _of_one(self, name: str, own: str, gradient: Tensor, lr: float, skip: Tensor | None) -> Tensor:
+        """The direction of a parameter, or of one of its matrices. own: its name in `card.matrices`."""
+        fresh = own not in self.states
+        states = self.states.setdefault(own, {})
         if fresh:  # zeros; the parameter is whole, or needs no other part
-            for state, shape in self.card.states_of(name, tuple(gradient.shape)):
+            for state, _, shape in self.card.states_of(name, tuple(gradient.shape)):
                 dtype = torch.uint8 if state.dtype == CODES else torch_dtype(state.dtype)
                 states[state.name] = torch.zeros(shape, dtype=dtype, device=gradient.device)
             if self.card.counts:
@@ -125,13 +139,12 @@ class Updater:
     kernel of the card's `rest` for the others.
 
     fields: values of the card's fields. weight_decay: of all parameters, or of each. It applies to matrices only: norms
-    and biases have one dim. rates:
-    factors of the learning rate by parameter; 1 where one is not listed. compute: the dtype in which the model
-    computes. gathering: of the parameters whose pieces have to come together. tokens: of a batch. streamed: True if a
-    step goes on beside the next forward, and writes the working weights itself (parallel/offload). working: weights in
-    bf16 that a step may write on its way; written: True if the last one did. largest: the largest |master| after the
-    last update, a scalar where the update runs, NaN if any is; None before one. rounder: rounds what is kept in a lower
-    precision than fp32.
+    and biases have one dim. rates: factors of the learning rate by parameter; 1 where one is not listed. compute: the
+    dtype in which the model computes. gathering: of the parameters whose pieces have to come together. tokens: of a
+    batch. sections: of the parameters that consist of several matrices. streamed: True if a step goes on beside the
+    next forward, and writes the working weights itself (parallel/offload). working: weights in bf16 that a step may
+    write on its way; written: True if the last one did. largest: the largest |master| after the last update, a scalar
+    where the update runs, NaN if any is; None before one. rounder: rounds what is kept in a lower precision than fp32.
     """
 
     streamed = written = False
@@ -150,6 +163,7 @@ class Updater:
         compute: torch.dtype = torch.float32,
         gathering: Gathering | None = None,
         tokens: int = 1,
+        sections: Mapping[str, Sections] | None = None,
     ):
         assert fields.keys() == card.fields.keys(), f"{card.name} has {[*card.fields]}, not {[*fields]}"
         self.card, self.masters, self.rates = card, masters, dict(rates or {})
@@ -159,7 +173,7 @@ class Updater:
         self.rules: Rules | None = None
         fused, kernel = masters, card
         if card.rule is not None:
-            self.rules = Rules(card, ruled, decays, fields, compute, gathering, tokens)
+            self.rules = Rules(card, ruled, decays, fields, compute, gathering, tokens, sections)
             fused = {name: w for name, w in masters.items() if name not in ruled}
             kernel = card.rest
         self.optimizer: torch.optim.Optimizer | None = None
@@ -256,9 +270,12 @@ class Updater:
         first step. Those of a gathered matrix are on its owner."""
         found = {}
         for name, weight in self.masters.items():
-            ruled = self.rules.states.get(name, {}) if self.rules is not None else {}
-            states = ruled or (self.optimizer.state.get(weight, {}) if self.optimizer else {})
-            found |= {f"{state}.{name}": states[state] for state in self.card.state_names if state in states}
+            states = {name: self.optimizer.state.get(weight, {}) if self.optimizer else {}}
+            if self.rules is not None and name in self.rules.masters:
+                own = self.card.matrices(name, tuple(weight.shape), self.rules.sections.get(name))
+                states = {each: self.rules.states.get(each, {}) for each in own}
+            for own, kept in states.items():
+                found |= {f"{state}.{own}": kept[state] for state in self.card.state_names if state in kept}
         return found
 
     def load(self, tensors: Mapping[str, Tensor], steps: int, number: int | None = None) -> None:
@@ -271,18 +288,17 @@ class Updater:
         for name, weight in self.masters.items():
             if gathering is not None and name in gathering.members and name not in gathering.shapes:
                 continue  # its owner has them
-            shape = tuple(weight.shape)
-            states = {
-                state.name: tensors[f"{state.name}.{name}"].to(weight.device, copy=True)
-                for state, _ in self.card.states_of(name, shape)
-            }
-            if self.card.of(name, shape).counts:
-                states["step"] = torch.tensor(float(steps), device=weight.device)
+            shape, sections = tuple(weight.shape), self.rules and self.rules.sections.get(name)
+            states: dict[str, dict[str, Tensor]] = {n: {} for n in self.card.matrices(name, shape, sections)}
+            for state, own, _ in self.card.states_of(name, shape, sections):
+                states[own][state.name] = tensors[f"{state.name}.{own}"].to(weight.device, copy=True)
+            for kept in states.values() if self.card.of(name, shape).counts else ():
+                kept["step"] = torch.tensor(float(steps), device=weight.device)
             if self.rules is not None and name in self.rules.masters:
-                self.rules.states[name] = states
+                self.rules.states |= states
             else:
                 assert self.optimizer is not None
-                self.optimizer.state[weight] = states
+                self.optimizer.state[weight] = states[name]
 
     def begin(self, number: int) -> None:
         """Forgets the states: none of the `number` steps that have begun has changed the weights."""

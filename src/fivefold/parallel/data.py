@@ -141,9 +141,10 @@ class DataParallel(Hooked):
     def finish(self) -> None:
         """Zeroes the gradients that no backward of this step has set, which still hold the last step's values, and
         waits for the sum."""
-        for index, fresh in enumerate(self._fresh):
-            if fresh:
-                self.flat_grads[self.offsets[index] : self.offsets[index + 1]].zero_()
+        lacking = [index for index, fresh in enumerate(self._fresh) if fresh]
+        self.allow_zeros(self.names[index] for index in lacking)
+        for index in lacking:
+            self.flat_grads[self.offsets[index] : self.offsets[index + 1]].zero_()
         self.sum.wait()
 
     def refresh(self) -> None:

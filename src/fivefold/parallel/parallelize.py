@@ -446,7 +446,7 @@ class _ReplicaBuilder:
             self.into.offloads[id(replica)] = offload
             offload.attach(list(stages))
         if isinstance(replica, Paged):
-            replica.attach(list(stages), layout.pp > 1)
+            replica.attach(list(stages), layout.pp > 1, layout.splits_backward)
         return replica
 
     def _summed(self) -> torch.dtype | None:

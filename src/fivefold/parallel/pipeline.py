@@ -162,6 +162,7 @@ class _Run:
             "F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights,
             "SEND_F": self._send, "SEND_B": self._send, "RECV_F": self._receive, "RECV_B": self._receive,
         }  # fmt: skip
+        self._tell_idle({action.stage for action in actions})
         last = dict[Action, list[Replica]]()  # the replicas that get their last gradients from a computation
         seen = set[int]()
         for action in reversed(actions):
@@ -188,6 +189,15 @@ class _Run:
         self._wait_for_sends(0)
         left_over = self.kept, self.owed, self.inputs, self.gradients, self.to_send
         assert not any(left_over), "nothing is left over"
+
+    def _tell_idle(self, run: set[int]) -> None:
+        """Tells replicas which parameters are of stages without microbatches only: of a copy of the model."""
+        stages, idle = self.pipeline.stages, frozenset[str]()
+        if run < stages.keys():
+            names = {number: {n for n, _ in stage.named_parameters()} for number, stage in stages.items()}
+            idle = idle.union(*names.values()).difference(*(names[number] for number in run))
+        for replica in (one for some in self.pipeline.replicas.values() for one in some):
+            replica.idle = idle
 
     def _forward(self, action: Action) -> None:
         key = stage, index = action.stage, action.microbatch

@@ -28,7 +28,9 @@ class Replica:
     masters: this rank's part of each parameter (`parts[name].keeps`), which the optimizer updates; fp32, unless the
     mode rounds. gradients: with the same names, shapes and dtype, summed over the batch; valid from `finish` to the
     next `start_step`. updater: the optimizer over the masters; it is set last. working: the weights that compute,
-    where they are a copy which the update may write: replicas of stage 0 have it. compressed: the compressed sums."""
+    where they are a copy which the update may write: replicas of stage 0 have it. compressed: the compressed sums.
+    idle: parameters of pipeline stages without a microbatch in this step. conditional: True for a user's own module, of
+    which a step may leave out parts."""
 
     masters: dict[str, Tensor]
     gradients: dict[str, Tensor]
@@ -36,6 +38,8 @@ class Replica:
     updater: Updater
     working: dict[str, Tensor] | None = None
     compressed: Sequence[CompressedSum] = ()
+    idle: frozenset[str] = frozenset()
+    conditional = False
 
     def start_step(self) -> None:
         """Forgets the gradients of the last step."""
@@ -48,6 +52,15 @@ class Replica:
 
     def finish(self) -> None:
         """Waits until all gradients are summed over the ranks that hold the same weights."""
+
+    def allow_zeros(self, names: Iterable[str]) -> None:
+        """Called before gradients that no backward of this step has set count as zeros. Raises RuntimeError: one must
+        be there. With zeros instead, the model would learn something else, and nobody would see it."""
+        if lost := [] if self.conditional else sorted(set(names) - self.idle):
+            more = f" and {len(lost) - 1} more" if lost[1:] else ""
+            raise RuntimeError(
+                f"{lost[0]}{more}: no gradient in this step, though the stage ran microbatches"
+            )
 
     def update(self, lr: float, scale: Tensor | None, skip: Tensor) -> None:
         """Runs the optimizer: updates the masters with their gradients times `scale` unless `skip` is 1 (both: fp32
@@ -170,14 +183,6 @@ def gradient_square(replicas: Sequence[Replica], mesh: Mesh) -> Tensor:
             square = sum_of_squares(mine, mesh.device, found)
             total += square if owned else 0 * square
     return total
-
-
-def assert_owned_once(replicas: Iterable[Replica], mesh: Mesh, total: int) -> None:
-    """Asserts that exactly one rank owns each element of the model: the counts add up to `total`."""
-    mine = sum(t.numel() for r in replicas for n, t in r.masters.items() if r.parts[n].owned)
-    count = torch.tensor(mine, device=mesh.device)
-    mesh.axis("all").all_reduce(count)
-    assert count.item() == total, f"{count.item():,} parameters owned, the model has {total:,}"
 
 
 class Gathered:

@@ -220,14 +220,18 @@ class Sharded(Replica):
         for messages in self.messages:
             messages.finish()
             assert messages.arrived is None, f"{messages.axis.purpose}: no gradients in the last microbatch"
+        lacking = list[str]()
         for name, same in self._params.items():
             if self.parts[name].frozen:
                 continue
             found = [rows(p.grad) for p in same if isinstance(p.grad, DTensor)]
-            found = found or [torch.zeros_like(self.masters[name], dtype=self.summed)]
+            if not found:
+                lacking.append(name)
+                found = [torch.zeros_like(self.masters[name], dtype=self.summed)]
             self.gradients[name] = found[0]
             for other in found[1:]:
                 found[0].add_(other)
+        self.allow_zeros(lacking)
 
     def scatter_rest(self) -> None:
         """In a pipeline, some stages had their last backward before `enable_sync`: scatters their gradients."""

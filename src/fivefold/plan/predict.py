@@ -341,8 +341,9 @@ def for_recipe(software: Software, recipe: Recipe) -> Software:
         if kept.uniform:
             moments = kept.bytes
         else:  # of the parameter that has fewest
-            shapes = [(n, shape) for n, shape in card_of(recipe.model).parameters.items() if math.prod(shape)]
-            moments = min(kept.state_bytes(n, shape) / math.prod(shape) for n, shape in shapes)
+            spec = card_of(recipe.model)
+            sizes = [(n, shape, size) for n, shape in spec.parameters.items() if (size := math.prod(shape))]
+            moments = min(kept.state_bytes(n, shape, spec.sections.get(n)) / size for n, shape, size in sizes)
         copies = 1 + (mode.gradient != MASTER) + len(rounded)  # of master, gradient below fp32, states
         copied = DTYPES[MASTER].bytes * copies if mode.rounds else 0.0
         reduce = DTYPES[sent(mode, recipe.precision.reduce)].bytes

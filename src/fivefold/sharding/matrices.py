@@ -139,13 +139,15 @@ def _plan(
     return over, owners
 
 
+def first_dim(needs: Needs, dims: int) -> int:
+    """The first of a parameter's dims along which an update of one element depends on others. The dims before count
+    matrices, or rows."""
+    return max(0, dims - {"elements": 0, "rows": 1, "matrices": 2}[needs])
+
+
 def _over(model: Model, layout: Layout, name: str, part: Part, needs: Needs) -> dict[str, int]:
     """{group over which pieces come together: the dim that it divides}, in their order."""
-    if needs == "elements":
-        return {}
-    dims = len(part.shape)
-    first = dims - 1 if needs == "rows" else max(0, dims - 2)  # the dims before count matrices
-    found = {}
+    first, found = first_dim(needs, len(part.shape)), dict[str, int]()
     for cut in cuts_in(model.cuts.get(name), layout.sp):
         if layout.tp > 1 and cut.axis == "tp" and cut.dim >= first:
             found["tp"] = cut.dim

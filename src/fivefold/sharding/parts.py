@@ -59,6 +59,24 @@ class Cut:
         return "ep" if self.kind == "expert" else "tp"
 
 
+@dataclass(frozen=True)
+class Sections:
+    """Matrices, or vectors, that lie side by side in one parameter, with their sizes along `dim`."""
+
+    dim: int
+    sizes: tuple[int, ...]
+
+    def shapes(self, shape: Shape) -> list[Shape]:
+        """The shape of each, given the parameter's."""
+        return [(*shape[: self.dim], size, *shape[self.dim + 1 :]) for size in self.sizes]
+
+
+def sections_by(cuts: Mapping[str, Cut]) -> dict[str, Sections]:
+    """Those of the parameters whose cuts have several sections: each is a matrix of its own."""
+    all_cuts = ((name, each) for name, cut in cuts.items() for each in cuts_in(cut, sp=False))
+    return {name: Sections(each.dim, each.sections) for name, each in all_cuts if len(each.sections) > 1}
+
+
 def cuts_in(cut: Cut | None, sp: bool) -> tuple[Cut, ...]:
     """The cuts of a parameter with or without sequence parallelism."""
     if cut is None:
@@ -72,10 +90,10 @@ class Model(Protocol):
 
     parameters: names and shapes, in the module's order. Names that begin with one of `beginning` belong to the
     beginning, `STACK.N....` to a block, all others to the end. frozen: those that are not trained. cuts: the parameters
-    that tensor or expert parallelism cuts. costs: FLOPs per token of each block, of the beginning, of the end. tied:
-    the end computes with the weight `TIED`, too. further: blocks that belong to the end. whole_sequences: prefixes of
-    parameters that compute with whole sequences under sequence parallelism. regional: endings of uncut parameters
-    within tensor-parallel regions.
+    that tensor or expert parallelism cuts. sections: of those that consist of several matrices. costs: FLOPs per token
+    of each block, of the beginning, of the end. tied: the end computes with the weight `TIED`, too. further: blocks
+    that belong to the end. whole_sequences: prefixes of parameters that compute with whole sequences under sequence
+    parallelism. regional: endings of uncut parameters within tensor-parallel regions.
     """
 
     @property
@@ -83,6 +101,9 @@ class Model(Protocol):
 
     @property
     def cuts(self) -> Mapping[str, Cut]: ...
+
+    @property
+    def sections(self) -> Mapping[str, Sections]: ...
 
     @property
     def costs(self) -> tuple[Sequence[float], float, float]: ...
@@ -132,7 +153,8 @@ class Part:
 
     shape: the whole parameter's. computes: the part it computes with. keeps: the part whose master weight and optimizer
     state it keeps; the same, unless ZeRO shares states. owned: exactly one of the ranks that keep this part owns it.
-    The owner counts it in norms and writes it to checkpoints. frozen: it is not trained.
+    The owner counts it in norms and writes it to checkpoints. frozen: it is not trained. sections: of a parameter that
+    consists of several matrices.
     """
 
     shape: Shape
@@ -141,6 +163,7 @@ class Part:
     owned: bool
     expert: bool = False
     frozen: bool = False
+    sections: Sections | None = None
 
 
 def parts(model: Model, layout: Layout, rank: int) -> dict[str, Part]:
@@ -160,7 +183,8 @@ def parts(model: Model, layout: Layout, rank: int) -> dict[str, Part]:
             group, ranks = sharing_group(layout, expert)
             dim, (start, stop) = kept_rows(local_shape(computes), index_in(layout, group, rank), ranks)
             keeps, same = narrow(computes, dim, start, stop), "replicate"
-        found[name] = Part(shape, computes, keeps, owned and first[same], expert, name in model.frozen)
+        frozen, sections = name in model.frozen, model.sections.get(name)
+        found[name] = Part(shape, computes, keeps, owned and first[same], expert, frozen, sections)
     return found
 
 
@@ -300,6 +324,17 @@ def local_shape(ranges: Ranges) -> Shape:
 def size_of(ranges: Ranges) -> int:
     """Number of elements."""
     return math.prod(local_shape(ranges))
+
+
+def positions(ranges: Ranges, shape: Shape) -> tuple[int, int]:
+    """The number of a part's elements, and the sum of their positions in a tensor of this shape. Those of parts that
+    make it up add up to those of the whole."""
+    size, total, stride = size_of(ranges), 0, 1
+    for spans, length in zip(reversed(ranges), reversed(shape), strict=True):
+        own = sum(b - a for a, b in spans)
+        total += stride * sum((a + b - 1) * (b - a) // 2 for a, b in spans) * (size // own if own else 0)
+        stride *= length
+    return size, total
 
 
 def boxes(ranges: Ranges) -> Iterator[tuple[tuple[slice, ...], tuple[Span, ...]]]:

@@ -19,26 +19,28 @@ from fivefold.host.machine import has_fast_bf16
 from fivefold.kernels.native import Table
 from fivefold.launch.ranks import Ranks
 from fivefold.models import predicted
-from fivefold.models.card import card_of
+from fivefold.models.card import Card, card_of
 from fivefold.models.custom import CustomModel, ModuleCard, buffers_of
 from fivefold.models.layers import Output
 from fivefold.models.mup import scales
 from fivefold.optim import OPTIMIZERS, OUTER, kept_in
-from fivefold.optim.card import factors, gathered, places, state_bytes, ways
+from fivefold.optim.card import OptimizerCard, factors, gathered, places, state_bytes, ways
 from fivefold.optim.rounding import Rounder
 from fivefold.optim.scaling import LossScale
 from fivefold.optim.updater import Rounded, Updater
 from fivefold.parallel.diloco import Outer
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.parallelize import Parallel, parallelize
-from fivefold.parallel.replica import Gathered, assert_owned_once
+from fivefold.parallel.replica import Gathered
 from fivefold.precision import DTYPES, PRECISIONS, Mode, chosen, sent, torch_dtype
-from fivefold.recipe import LeftOut, OptimSection, Recipe, count_parameters
+from fivefold.recipe import LeftOut, OptimSection, Recipe
 from fivefold.sharding.layout import Layout
-from fivefold.sharding.parts import Part, held, is_matrix, size_of
+from fivefold.sharding.parts import Part, held, is_matrix, positions, size_of, whole
 from fivefold.sharding.tiers import tiers
 from fivefold.step.custom import NOTHING, UserFunctions, custom_model, make_equal, use_loss
 from fivefold.step.qk_clip import QKClip
+
+PRIME = (1 << 31) - 1  # sums of positions are compared modulo it: those of all ranks do not overflow
 
 
 @dataclass
@@ -170,7 +172,6 @@ def build_state(
     layout, replica_groups = Layout.from_recipe(recipe.layout), recipe.replica_groups
     if memory is None and module is None and functions.card is None and ranks.device.type == "cpu":
         _fits(recipe, layout, ranks)
-    total = count_parameters(recipe.model) if module is None else sum(p.numel() for p in module.parameters())
     overlap, spec = bool(replica_groups.overlap), card_of(recipe.model)
     further = spec.further if module is None else 0
     mesh = Mesh(layout, ranks, replica_groups.count, replica_group, overlap, spec.causal, further)
@@ -194,8 +195,33 @@ def build_state(
             parallel.replicas, mesh.axis("outer"), replica_groups, optimizer, sync.outer_lr, fields
         )
     if memory is None:
-        assert_owned_once(parallel.replicas, mesh, total)
+        kept = kept_in(functions.card or OPTIMIZERS[recipe.optim.name], mode, recipe.precision.rounding)
+        assert_whole(state, own or spec, kept)
     return state
+
+
+def assert_whole(state: State, model: CustomModel | Card, card: OptimizerCard) -> None:
+    """Asserts that exactly one rank owns each element of the weights and of the optimizer's states, so that the ranks
+    can write whole checkpoints. card: with the states that are kept."""
+    trained = {name: shape for name, shape in model.parameters.items() if name not in model.frozen}
+    states = (of for n, shape in trained.items() for of in card.states_of(n, shape, model.sections.get(n)))
+    wanted = {**model.parameters} | {f"{state.name}.{own}": shape for state, own, shape in states}
+    mine = state.parts() | {f"{one}.{name}": part for (one, name), part in state.moment_parts().items()}
+    rows = list[tuple[int, int, int]]()
+    for name, shape in wanted.items():
+        part = mine.get(name)
+        owned = part is not None and part.owned
+        number, total = positions(part.keeps, shape) if owned else (0, 0)
+        inside = not owned or all(b <= n for dim, n in zip(part.keeps, shape, strict=True) for _, b in dim)
+        rows.append((number, total % PRIME, not inside))
+    found = torch.tensor(rows, dtype=torch.int64, device=state.mesh.device)
+    state.mesh.axis("all").all_reduce(found)
+    for (name, shape), (number, total, outside) in zip(wanted.items(), found.tolist(), strict=True):
+        size, sum_of = positions(whole(shape), shape)
+        assert (number, total % PRIME, outside) == (size, sum_of % PRIME, 0), (
+            f"the ranks could write no whole checkpoint: {name}, shape {list(shape)}: they own {number:,} of its "
+            f"{size:,} elements"
+        )
 
 
 def with_optimizer(
@@ -227,6 +253,7 @@ def with_optimizer(
     for replica in parallel.replicas:
         mine = {name: way for name, way in found.items() if name in replica.masters}
         gathering = Gathered(mine, mesh) if mine else None
+        replica.conditional = own is not None
         trained = {name: w for name, w in replica.masters.items() if not replica.parts[name].frozen}
         shapes = {name: replica.parts[name].shape for name in trained}
         given: dict[str, Any] = updater_arguments(recipe, shapes, embeddings, functions)
@@ -239,7 +266,8 @@ def with_optimizer(
             with memory or nullcontext():
                 replica.updater = offload.update_by(masters=trained, **given)
         else:
-            given |= {"gathering": gathering}
+            sections = {name: each for name in trained if (each := replica.parts[name].sections)}
+            given |= {"gathering": gathering, "sections": sections}
             make = lambda masters, given=given: Updater(masters=masters, **given)  # noqa: E731
             rounds = mode.rounds
             replica.updater = Rounded(rounder(replica.parts), trained, make) if rounds else make(trained)

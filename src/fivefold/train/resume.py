@@ -339,6 +339,11 @@ def _states(state: State, checkpoint: store.Reader, meta: Meta) -> tuple[dict[st
     moments = dict[str, Saved]()
     for (moment, name), part in state.moment_parts().items() if meta.updates else ():
         there = f"{prefix}{moment}.{name}"
+        if there not in tensors and (joined := there.rpartition(".")[0]) in tensors:
+            raise ValueError(
+                f"it has one {joined} for several matrices, and now each is updated by itself. Start a new run from "
+                "its weights (train.init_from), or resume with the version of Fivefold that wrote it"
+            )
         # Without it: of a run with another rounding, so it starts from zero
         if moment != COMPENSATION or there in tensors:
             moments[f"{moment}.{name}"] = _saved(checkpoint, "optimizer", there, part.keeps)

@@ -35,15 +35,15 @@ from fivefold.parallel.data import DataParallel
 from fivefold.parallel.link import Kind, Link, Note, links
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.parallelize import Parallel, parallelize, rounding
-from fivefold.parallel.replica import assert_owned_once, gradient_square
+from fivefold.parallel.replica import gradient_square
 from fivefold.parallel.server import Event, Server, Shard
 from fivefold.parallel.worker import Exchange
 from fivefold.precision import torch_dtype
-from fivefold.recipe import Recipe, count_parameters
+from fivefold.recipe import Recipe
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import parts
 from fivefold.sharding.sync import Shares, messages, units
-from fivefold.step.state import State, compute_mode, updater_arguments
+from fivefold.step.state import State, assert_whole, compute_mode, updater_arguments
 from fivefold.step.step import SAVE, STOP, Done, forward_backward, last_update, rate, set_windows, validate
 from fivefold.train.faults import ROLLBACKS, Fault, destroyed_after, read_rollbacks, weights_fault
 from fivefold.train.hooks import SAMPLE, RunHooks, due, sampled
@@ -111,8 +111,8 @@ def build_server(job: Job, ranks: Ranks) -> tuple[State, Server]:
         for message in messages(card, servers)
         if message.server == ranks.rank
     ]
-    assert_owned_once(shards, mesh, count_parameters(recipe.model))
     state = State(Parallel([], [*shards]), mesh, torch.zeros(2, dtype=torch.float64))
+    assert_whole(state, card, arguments["card"])
     norms = mesh.new_axis("norms", list(range(servers.count)))
     learning_rate = partial(rate, recipe.optim, steps=recipe.train.steps or 0)
     return state, Server(shards, worker_links, servers, norms, recipe.optim.grad_clip, learning_rate)

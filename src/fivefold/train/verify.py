@@ -260,10 +260,15 @@ class Plain(Replica):
         assert p.grad is not None
         self.gradients[name] += p.grad
         p.grad = None
+        self._fresh.discard(name)
 
     def start_step(self) -> None:
+        self._fresh = {*self.gradients}
         for gradient in self.gradients.values():
             gradient.zero_()
+
+    def finish(self) -> None:
+        self.allow_zeros(self._fresh)
 
     def update(self, lr: float, scale: Tensor | None, skip: Tensor) -> None:
         self.updater.step(self.gradients, lr, scale, skip)

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fivefold.models import work
-from fivefold.models.card import Contradiction, ScoreRows
+from fivefold.models.card import Contradiction, ScoreRows, cached
 from fivefold.models.moe import card as moe
 from fivefold.models.operations import Matmul, Operation, Program, Saved, Sizes
 from fivefold.models.section import ModelSection
 from fivefold.models.tables import linear, rms_norm, under
-from fivefold.sharding.parts import Cut, Shape
+from fivefold.sharding.parts import Cut, Sections, Shape
 from fivefold.sharding.sequence import some_queries
 
 
@@ -111,6 +111,15 @@ class Card(moe.Card):
         if name in ("attention.up_q.weight", "attention.up_kv.weight"):
             return Cut("column", 0, shape[:1])
         return super().cut(name, shape)
+
+    @cached
+    def sections(self) -> Mapping[str, Sections]:
+        """Also of `latents`: two matrices, as in DeepSeek's files. The part of the key that all heads share belongs to
+        the matrix of keys and values."""
+        w = widths_of(self.model)
+        latents = Sections(0, (w.query_rank, w.kv_rank + w.rope))
+        names = (name for name in self.parameters if name.endswith(".latents.weight") and w.query_rank)
+        return {**super().sections, **dict.fromkeys(names, latents)}
 
     def score_rows(self) -> Mapping[str, ScoreRows]:
         """All heads share the part of the key that rotates, so that of the query takes the whole factor."""

@@ -206,6 +206,7 @@ class Pages(Replica):
         """True if some parameter of a unit had no gradient in this step. Its sums are zeroed."""
         names = [name for name in self.offload.arena.names(unit.name) if name in self._fresh]
         if names:
+            self.allow_zeros(names)
             self.gather_sums(unit)
             self.wait(unit)
             for name in names:
@@ -265,12 +266,14 @@ class Paged(Pages, Hooked):
         self._backward = list(reversed(self.pages.values()))  # what is outside of blocks is the last
         self._summing: list[Unit] = []
         self._ready, self._started = set[str](), 0  # in this step's sums
+        self._splits = False
         self.hook()
         self.refresh()
 
-    def attach(self, stages: list[nn.Module], pipeline: bool) -> None:
+    def attach(self, stages: list[nn.Module], pipeline: bool, splits: bool) -> None:
         """Reads the weights of each block before it computes, and frees them afterwards. After `Offload.attach`: a
-        block's weights are updated before they are read."""
+        block's weights are updated before they are read. splits: a pipeline puts off gradients."""
+        self._splits = splits
         for stage in stages:
             here = {unit_of(name) for name, _ in stage.named_parameters()}
             units = [unit for unit in self.pages.values() if unit.paged and unit.name in here]
@@ -294,14 +297,20 @@ class Paged(Pages, Hooked):
             self.free(unit)
 
     def _before_backward(self, unit: Unit) -> None:
-        for other in self.pages.values():  # one that has computed; its weights' gradients may be deferred
-            if other.backward and other is not unit:
-                self.free(other)
+        self._free_computed(unit)
         unit.backward = True
+        if self._splits:
+            private.after_backward(self._free_computed)
         self.need(unit, -1)
         self.gather_sums(unit)
         if before := unit.beside.get(-1):
             self.gather_sums(before)
+
+    def _free_computed(self, but: Unit | None = None) -> None:
+        """Frees the weights of units whose backward is over; their gradients may be deferred."""
+        for unit in self.pages.values():
+            if unit.backward and unit is not but:
+                self.free(unit)
 
     def enable_sync(self) -> None:
         self._syncing, self._started = True, 0
@@ -322,8 +331,10 @@ class Paged(Pages, Hooked):
             self._complete(unit)
 
     def _complete(self, unit: Unit) -> None:
-        """All gradients of a unit have arrived in this microbatch."""
-        self.free(unit)
+        """As many gradients of a unit have arrived as a microbatch brings. With a split backward they may be of several
+        microbatches, so its weights may still compute."""
+        if not self._splits:
+            self.free(unit)
         unit.waiting = unit.count
         if self._syncing and self.sums.axis.size > 1:
             self._ready.add(unit.name)

@@ -5,6 +5,7 @@ that train apart, the link speed from which on that is faster than summing gradi
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -27,7 +28,7 @@ from fivefold.plan.time.stage_costs import Parts
 from fivefold.precision import PRECISIONS, token_bytes
 from fivefold.recipe import Recipe, count_parameters
 from fivefold.schedules.compression import NONE
-from fivefold.sharding.parts import held, local_shape, stages_of
+from fivefold.sharding.parts import Shape, held, local_shape, stages_of
 
 
 @dataclass
@@ -83,15 +84,17 @@ def whole_matrices(s: Setting, position: int) -> float:
     """Seconds of an update's matmuls on whole matrices, and of bringing their pieces together and back."""
     card, rank, seconds = OPTIMIZERS[s.software.optimizer], s.layout.rank({"pp": position}), 0.0
     table = held(s.card, s.layout, rank) if card.needs == "matrices" else {}
-    pieces = planned_ways(card, s.card, s.layout, rank)
+    pieces, shapes = planned_ways(card, s.card, s.layout, rank), Counter[Shape]()
     for name, part in table.items():
         ranges = pieces[name].whole if name in pieces else part.keeps
-        shape = local_shape(ranges) if ranges is not None and card.of(name, part.shape) is card else ()
+        if ranges is not None and card.of(name, part.shape) is card:
+            shapes.update(card.matrices(name, local_shape(ranges), part.sections).values())
+    for shape, count in shapes.items():
         if len(shape) > 1 and (flops := card.flops(shape)):
             *_, r, c = shape
             one = Matmul(min(r, c), min(r, c), max(r, c), weight=False)
             takes, *_ = products(one, s.cluster.device, s.rate, s.sizes.e)
-            seconds += flops / (2 * one.m * one.n * one.k) * takes
+            seconds += count * flops / (2 * one.m * one.n * one.k) * takes
     return s.cluster.oversubscription * seconds + stage_costs.message_seconds(volume.matrices(s, rank), s)
 
 
@@ -262,7 +265,8 @@ def stalls(recipe: Recipe, s: Setting, step: float) -> Stalls:
 @lru_cache(maxsize=1024)
 def _state_bytes(optimizer: str, mode: str, rounding: str, model: ModelSection) -> float:
     kept = kept_in(OPTIMIZERS[optimizer], PRECISIONS[mode], rounding)
-    return sum(kept.state_bytes(name, shape) for name, shape in card_of(model).parameters.items())
+    card = card_of(model)
+    return sum(kept.state_bytes(n, shape, card.sections.get(n)) for n, shape in card.parameters.items())
 
 
 EVEN = 1.05
