@@ -86,7 +86,7 @@ def like_parameter(shape: Shape) -> Shape:
 @dataclass(frozen=True)
 class OptimizerState:
     """A tensor per parameter. name: the key in the optimizer, and in a checkpoint (`NAME.PARAMETER`). dtype: of its
-    elements. shape: its shape, given the parameter's, with as many dims. applies: the parameters that have it; None: all."""
+    elements. shape: its shape, given the parameter's, with as many dims. applies: which have it; None: all."""
 
     name: str
     dtype: str = MASTER
