@@ -1,8 +1,8 @@
 """Learning-rate schedules, clipping, optimizers."""
 
 import json
-from itertools import product
 import math
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 from xml.etree import ElementTree

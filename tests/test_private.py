@@ -147,8 +147,25 @@ def sums_in_fp32(rank: int, world: int) -> None:
         assert not torch.equal(found.bfloat16().float(), found)
 
 
+def behind_its_backward(rank: int, world: int) -> None:
+    """Deferred gradients are taken before a scatter is due. A module without a forward has none, and that is no
+    error."""
+    module, units = unit(rank, world)
+    units[0].set_requires_gradient_sync(False)
+    module(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    for part in reversed(units):
+        private.take_deferred_gradients(part)
+    units[0].set_requires_gradient_sync(True)
+    private.end_backward(units[0])
+    assert all(isinstance(p.grad, DTensor) for p in module.parameters())
+    idle, parts = unit(rank, world)
+    private.end_backward(parts[0])
+    assert all(p.grad is None for p in idle.parameters())
+
+
 @pytest.mark.parametrize(
-    "what", [whole_and_scattered, divided_alone, one_memory, rows_that_leave, sums_in_fp32]
+    "what",
+    [whole_and_scattered, divided_alone, one_memory, rows_that_leave, sums_in_fp32, behind_its_backward],
 )
 def test_fsdp_does_what_is_assumed(what) -> None:
     run_ranks(2, what)
@@ -171,6 +188,15 @@ def test_in_backward() -> None:
     y.sum().backward()
     assert seen == [True]
     assert not private.in_backward()
+
+
+def test_after_backward() -> None:
+    x, seen = torch.ones(2, requires_grad=True), list[str]()
+    y = x * 2
+    y.register_hook(lambda _: private.after_backward(lambda: seen.append("end")))
+    x.register_hook(lambda _: seen.append("last gradient"))
+    y.sum().backward()
+    assert seen == ["last gradient", "end"]
 
 
 def test_watched() -> None:

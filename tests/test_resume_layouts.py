@@ -113,7 +113,9 @@ FEW = [
 def test_fewer_microbatches_than_at_first(base: Recipe, tmp_path: Path, how: str, ramp: str) -> None:
     """Than a pipeline has ranks, in the first phases of a ramp; or since the run goes on with twice the ranks that
     share a batch. The weights and moments are those of one process."""
-    recipe = change(base, ["model.layers=4", f"train.batch_ramp={ramp}" if ramp else "train.global_batch_size=4"])
+    recipe = change(
+        base, ["model.layers=4", f"train.batch_ramp={ramp}" if ramp else "train.global_batch_size=4"]
+    )
     train(recipe, ONE, tmp_path / "one", 4)
     if not ramp:
         train(recipe, "pp=2", tmp_path / "other", 2)

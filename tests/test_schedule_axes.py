@@ -112,9 +112,7 @@ def differences(folder: Path, case: Case) -> dict[str, tuple[float, str]]:
     """By kind the largest relative difference, and where it is."""
     by_rank = run_ranks(DP * PP, on_a_rank, recipe_of(folder, case), case.sizes, timeout_s=60)
     worst = dict.fromkeys(ALLOWED, (0.0, ""))
-    for (kind, step, wanted), *found in zip(
-        reference(folder, case.arch, case.sizes), *by_rank, strict=True
-    ):
+    for (kind, step, wanted), *found in zip(reference(folder, case.arch, case.sizes), *by_rank, strict=True):
         values = [value for _, _, value in found]
         if not isinstance(wanted, dict):
             off, where = max(abs(value - wanted) / abs(wanted) for value in values), ""
@@ -174,7 +172,11 @@ def pairwise(room: Path) -> list[Case]:
     """Few cases, with one number of microbatches each, in which any two values that the rules allow together meet."""
     numbers = [(DP * microbatches,) for microbatches in range(1, 2 * PP + 2)]
     values = product(QUICK_SCHEDULES, range(4), QUICK_OFFLOADS, ARCHS, numbers)
-    left = {case: {*combinations(enumerate(case), 2)} for case in map(Case._make, values) if allowed(room, *case[:3])}
+    left = {
+        case: {*combinations(enumerate(case), 2)}
+        for case in map(Case._make, values)
+        if allowed(room, *case[:3])
+    }
     chosen = []
     while any(left.values()):
         best = max(left, key=lambda case: len(left[case]))
@@ -240,7 +242,10 @@ def test_the_reference_needs_all_gradients_too(room: Path) -> None:
 
 def with_averages_over_experts(rank: int, world: int, recipe: Recipe) -> None:
     card = OPTIMIZERS["adafactor"]
-    wrong = [replace(one, applies=lambda name, shape, one=one: (one.name == "variance") == (len(shape) < 2)) for one in card.states]
+    wrong = [
+        replace(one, applies=lambda name, shape, one=one: (one.name == "variance") == (len(shape) < 2))
+        for one in card.states
+    ]
     with mock.patch.dict(OPTIMIZERS, adafactor=replace(card, states=wrong)):
         build_state(resolve(recipe, vocab_size=prepare(recipe).vocab_size), ranks_of(rank, world))
 

@@ -68,7 +68,7 @@ def _with_all_reduce(forgets, rank: int, world: int, recipe: Recipe, steps: int,
     reduce = dist.all_reduce
 
     def broken(tensor, *arguments, **options):
-        large = tensor.numel() > 100 and forgets(tensor)
+        large = tensor.is_floating_point() and tensor.numel() > 100 and forgets(tensor)  # gradients
         return reduce(tensor.clone() if large else tensor, *arguments, **options)
 
     dist.all_reduce = broken

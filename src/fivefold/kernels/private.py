@@ -183,7 +183,8 @@ def end_backward(root: FSDPModule) -> None:
     begin(root)  # a stage without microbatches had no forward
     state = root._get_fsdp_state()
     context = state._state_ctx
-    for unit in root.modules():  # it passes over one that a deferred gradient left behind its backward
+    module: Any = root
+    for unit in module.modules():  # it passes over one that a deferred gradient left behind its backward
         for group in groups(unit) if isinstance(unit, FSDPModule) else ():
             group._training_state = TrainingState.IDLE
     if hasattr(context, "manual_backward_finalization_active"):  # torch 2.15 asks who ends a backward

@@ -57,10 +57,8 @@ class Replica:
         """Called before gradients that no backward of this step has set count as zeros. Raises RuntimeError: one must
         be there. With zeros instead, the model would learn something else, and nobody would see it."""
         if lost := [] if self.conditional else sorted(set(names) - self.idle):
-            more = f" and {len(lost) - 1} more" if lost[1:] else ""
-            raise RuntimeError(
-                f"{lost[0]}{more}: no gradient in this step, though the stage ran microbatches"
-            )
+            what = f"{lost[0]} and {len(lost) - 1} more" if lost[1:] else lost[0]
+            raise RuntimeError(f"{what}: no gradient in this step, though the stage ran microbatches")
 
     def update(self, lr: float, scale: Tensor | None, skip: Tensor) -> None:
         """Runs the optimizer: updates the masters with their gradients times `scale` unless `skip` is 1 (both: fp32

@@ -209,11 +209,11 @@ def assert_whole(state: State, model: CustomModel | Card, card: OptimizerCard) -
     mine = state.parts() | {f"{one}.{name}": part for (one, name), part in state.moment_parts().items()}
     rows = list[tuple[int, int, int]]()
     for name, shape in wanted.items():
-        part = mine.get(name)
-        owned = part is not None and part.owned
-        number, total = positions(part.keeps, shape) if owned else (0, 0)
-        inside = not owned or all(b <= n for dim, n in zip(part.keeps, shape, strict=True) for _, b in dim)
-        rows.append((number, total % PRIME, not inside))
+        number, total, outside = 0, 0, False
+        if (part := mine.get(name)) and part.owned:
+            number, total = positions(part.keeps, shape)
+            outside = any(b > n for dim, n in zip(part.keeps, shape, strict=True) for _, b in dim)
+        rows.append((number, total % PRIME, outside))
     found = torch.tensor(rows, dtype=torch.int64, device=state.mesh.device)
     state.mesh.axis("all").all_reduce(found)
     for (name, shape), (number, total, outside) in zip(wanted.items(), found.tolist(), strict=True):
