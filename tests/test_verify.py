@@ -3,7 +3,14 @@
 import json
 import math
 import socket
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,12 +18,20 @@ import torch.distributed as dist
 from launched import Launched, command
 from layouts import MOE, TINY, compared, side, tiny
 from marks import only
+from torch import Tensor
 
 import fivefold
 from fivefold.errors import UserError
 from fivefold.parallel import data
 from fivefold.parallel.data import add_gradient
+from fivefold.parallel.expert import Balance
+from fivefold.parallel.replica import Gathered
+from fivefold.precision import PRECISIONS
 from fivefold.recipe import Recipe
+from fivefold.step import state as state_module
+from fivefold.step import step
+from fivefold.step.state import State
+from fivefold.train import verify
 from fivefold.train.verify import Figure, prepared
 
 
@@ -147,6 +162,170 @@ def test_a_missing_sum_of_tied_embeddings_fails(tmp_path):
     report = compared(tiny(tmp_path, "pp=2"), part=skips_reductions)
     assert not report.gradients.passed
     assert "embed.weight" in report.gradients.worst
+
+
+# What a layout's rank may do wrong, one thing at a time.
+
+
+@contextmanager
+def put(place: Any, name: str, made: Callable[[Any], Any]) -> Iterator[None]:
+    """Replaces `place.name` by what `made` makes of it."""
+    with mock.patch.object(place, name, made(getattr(place, name))):
+        yield
+
+
+def after_step(change_: Callable[[State], None]) -> AbstractContextManager[None]:
+    """Changes the state after each step."""
+
+    def made(step: Any) -> Any:
+        def stepped(state: State, *arguments: Any, **options: Any) -> Any:
+            done = step(state, *arguments, **options)
+            change_(state)
+            return done
+
+        return stepped
+
+    return put(verify, "take_step", made)
+
+
+def gradients(change_: Callable[[State, int], None]) -> AbstractContextManager[None]:
+    """Changes the gradients of each step. change_: also gets the rank's number of microbatches."""
+
+    def made(run: Any) -> Any:
+        def changed(state: State, microbatches: Any, seed: int) -> Tensor:
+            loss = run(state, microbatches, seed)
+            change_(state, len(microbatches))
+            return loss
+
+        return changed
+
+    return put(step, "forward_backward", made)
+
+
+def scaled(name: str, by: float) -> AbstractContextManager[None]:
+    def scale(state: State, microbatches: int) -> None:
+        for key, gradient in state.gradients().items():
+            if key == name:
+                gradient.mul_(by)
+
+    return gradients(scale)
+
+
+def loses(microbatches: int) -> AbstractContextManager[None]:
+    """The gradient of block 0 is lost in steps with so many microbatches."""
+
+    def lose(state: State, number: int) -> None:
+        for key, gradient in state.gradients().items():
+            if number == microbatches and key.startswith("blocks.0."):
+                gradient.zero_()
+
+    return gradients(lose)
+
+
+def of_others(tensors: str) -> AbstractContextManager[None]:
+    """What a rank keeps without owning it: a little off after step 3."""
+
+    def drift(state: State) -> None:
+        if state.step == 3:
+            kept, parts = getattr(state, tensors)(), state.parts()
+            for name, tensor in kept.items():
+                if not parts[name.removeprefix("exp_avg_sq.").removeprefix("exp_avg.")].owned:
+                    tensor.mul_(1.001)
+
+    return after_step(drift)
+
+
+def shifted() -> AbstractContextManager[None]:
+    """Pieces of directions come back one row too low."""
+    made = lambda back: lambda self, wholes: {n: t.roll(1, 0) for n, t in back(self, wholes).items()}  # noqa: E731
+    return put(Gathered, "back", made)
+
+
+def figures(name: str) -> AbstractContextManager[None]:
+    def change_(state: State) -> None:
+        assert state.parallel.balance is not None
+
+    def made(finish: Any) -> Any:
+        def finished(self: Balance) -> None:
+            finish(self)
+            self.figures[name] = self.figures[name] * 1.001
+
+        return finished
+
+    return put(Balance, "finish", made)
+
+
+def times(by: float) -> Callable[[Any], Any]:
+    """The function, with `by` times its result."""
+    return lambda function: lambda *arguments: function(*arguments) * by
+
+
+def moments_written(pieces: Any) -> Any:
+    def written(state: State) -> Any:
+        return [replace(one, tensor=one.tensor * 1.5) for one in pieces(state)]
+
+    return written
+
+
+def without_the_last(validate: Any) -> Any:
+    """Validates without the rank's last microbatch."""
+    return lambda state, sets: validate(state, [s._replace(microbatches=s.microbatches[:-1]) for s in sets])
+
+
+def no_decay(arguments: Any) -> Any:
+    def made(*given: Any) -> Any:
+        found = arguments(*given)
+        return found | {"weight_decay": dict.fromkeys(found["weight_decay"], 0.0)}
+
+    return made
+
+
+def transposed(qr: Any) -> Any:
+    return lambda x: SimpleNamespace(Q=qr(x).Q.mT)
+
+
+ATTENTION = "blocks.1.attention.out.weight"
+MISTAKES: dict[str, tuple[str, list[str], str, Callable[[], AbstractContextManager[None]]]] = {
+    "clip factor": ("dp=2", [], "moments", lambda: put(step, "clip_scale", times(1.01))),
+    "no decay": ("dp=2", [], "weights", lambda: put(state_module, "updater_arguments", no_decay)),
+    "rate": ("dp=2", [], "weights", lambda: put(step, "scheduled", times(1.01))),
+    "a copy": ("dp=2", [], "copies", lambda: of_others("masters")),
+    "a copy of moments": ("dp=2", [], "copies", lambda: of_others("moments")),
+    "a copy, tp": ("tp=2", [], "copies", lambda: of_others("masters")),
+    "moments": ("dp=2,zero=1", [], "moments", lambda: put(verify, "moment_pieces", moments_written)),
+    "muon's pieces": ("tp=2", ["optim.name=muon"], "weights", shifted),
+    "soap's pieces": ("tp=2", ["optim.name=soap"], "weights", shifted),
+    "soap's basis": ("tp=2", ["optim.name=soap"], "moments", lambda: put(torch.linalg, "qr", transposed)),
+    "a gradient": ("dp=2", [], "gradients", lambda: scaled(ATTENTION, 1.0001)),
+    "a gradient, bf16": ("dp=2", ["bf16"], "gradient_scale", lambda: scaled(ATTENTION, 1.02)),
+    "a gradient, fp8": ("dp=2", ["fp8"], "gradient_scale", lambda: scaled(ATTENTION, 1.2)),
+    "balance": ("dp=2,ep=2", [], "auxiliary", lambda: figures("aux_loss")),
+    "load": ("dp=2,ep=2", [], "auxiliary", lambda: figures("expert_load_max")),
+    "validation": ("dp=2", [], "validation", lambda: put(verify, "validate", without_the_last)),
+    "one microbatch": ("pp=2", [], "moments", lambda: loses(1)),
+    "a ramp": ("dp=2", ["train.batch_ramp=4:100"], "moments", lambda: loses(2)),
+    "windows": (
+        "dp=2",
+        ["model.sliding_window=8", "model.window_ramp=4:100"],
+        "loss",
+        lambda: put(step, "set_windows", lambda _: lambda *given: None),
+    ),
+}
+"""{name: (layout, overrides or the mode, the figure that must show it, the mistake)}."""
+
+
+def mistaken(name: str, rank: int, world: int, recipe: Recipe, steps: int, folder: Path) -> None:
+    with MISTAKES[name][-1]():
+        side(rank, world, recipe, steps, folder)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_each_mistake_is_found(tmp_path, name):
+    layout, sets, figure, _ = MISTAKES[name]
+    mode = next((one for one in sets if one in PRECISIONS), "fp32")
+    recipe = tiny(tmp_path, layout, *(one for one in sets if one != mode), mode=mode)
+    report = compared(recipe, part=partial(mistaken, name), timeout_s=120)
+    assert not report.figures[figure].passed, report
 
 
 def test_what_is_not_finite_or_missing_is_not_passed():

@@ -298,7 +298,11 @@ if TYPE_CHECKING:
 else:
     Mode = Literal[tuple(PRECISIONS)]
 
-NAMES = {"loss": "loss", "gradients": "gradients", "grad_norm": "gradient norm", "weights": "weights"}
+NAMES = {
+    "loss": "loss", "gradients": "gradients", "grad_norm": "gradient norm", "weights": "weights",
+    "gradient_scale": "gradient scale", "moments": "optimizer", "auxiliary": "other figures",
+    "validation": "validation", "copies": "copies",
+}  # fmt: skip
 
 
 def verify(

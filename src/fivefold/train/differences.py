@@ -1,0 +1,176 @@
+"""How far two sides of `fivefold verify` are apart, and how far rounding may bring them.
+
+Differences are relative: the norm of a tensor's difference divided by the norm of the reference tensor.
+
+fp32: a difference within TOLERANCE is rounding. A larger one may be rounding, too, because optimizers amplify it: Adam
+divides an update by the size of the gradient. So an element whose gradient is 0 but for rounding, such as a key bias in
+attention, moves by the learning rate in each step, up or down. How far rounding may bring a weight is computed, not
+guessed. Two more references begin with weights that are one place of their last digit larger or smaller, and add to the
+gradients in each step, or subtract, what is allowed between gradients: an element's share of it, TOLERANCE times the
+gradient's root mean square. Each element has a sign of its own, the same in all steps, and the opposite in the other
+reference. So whatever the optimizer does, if it depends on a sign or a threshold, one of the two crosses it wherever
+rounding can. The reach of an element is the larger of both references' distances from the reference.
+
+TIMES the reach is taken off each element's difference: rounding is not spread evenly over elements, and three times
+its root mean square covers nearly all of a normal distribution. The reach of an element counts as at least the median
+of its tensor's, as the gradients of later steps answer differently to other weights. What remains has to be within
+TOLERANCE of the tensor. A loss, a norm and a first gradient may differ as much as TIMES those of the two references.
+Elements that no token has met have no gradient, and get no share.
+
+Other modes: the reference is one process in fp32. A layout may differ from it TIMES as much as one process in the mode
+does, so the mode's own rounding is measured, not guessed (`precision.Mode`). Weights are compared all together here,
+and so is each state of the optimizer: rounding flips the sign of some small gradients, and with it Adam's whole step of
+those elements; how many is chance. Rounding is independent of the gradient, so nearly all of it is across the gradient.
+The part along it, `gradient_scale`, is compared as well. It is a few thousandths in bf16, where a wrong factor shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fivefold.checkpoint import store
+from fivefold.kernels.hashing import keys
+from fivefold.precision import PRECISIONS
+
+TOLERANCE = {
+    "loss": 1e-6, "gradients": 1e-5, "grad_norm": 1e-5, "weights": 1e-5, "gradient_scale": 1e-5, "moments": 1e-5,
+    "auxiliary": 1e-5, "validation": 1e-6, "copies": 0.0,
+}  # fmt: skip
+SCALARS = ("loss", "grad_norm", "auxiliary", "validation")
+POOLED = (*SCALARS, "gradient_scale")
+"""Kinds of which a mode's own error at any place counts for all: a single number may be right by chance."""
+TIMES = 3.0  # tensor and sequence parallelism round elsewhere: up to 1.7 in tensors of 32 elements
+TURNED = 0.1
+"""A matrix whose reach is more than this share of it has columns that rounding chooses: eigenvectors of equal
+eigenvalues. They are compared one by one, and those that rounding chooses by their length."""
+FIRST, AFTER, END = "first", "after-", "end"
+"""Folders of a side: the first gradient; the state after step N, where one follows the other; after the last."""
+Key = tuple[str, str]
+"""The kind of a figure, and its place."""
+
+
+class Limits:
+    """What rounding may do. own: a mode's own differences from fp32. others: the two disturbed references, and the
+    exact one."""
+
+    def __init__(
+        self,
+        mode: str,
+        own: Iterable[tuple[Key, float]] = (),
+        others: Sequence[Path] = (),
+        exact: Path | None = None,
+    ):
+        self.found: dict[Key, float] = dict(own)
+        self.together, self.others = bool(self.found), others
+        self.least = TOLERANCE if not self.together else dict.fromkeys(POOLED, PRECISIONS[mode].roundoff)
+        self.most: Mapping[str, float] = defaultdict(float)
+        for (kind, _), rel in self.found.items():
+            self.most[kind] = max(self.most[kind], rel)  # pyright: ignore[reportIndexIssue]
+        for other in others:
+            assert exact is not None
+            for key, rel in differences(other, exact, False):
+                if key[0] not in ("weights", "moments"):  # elements have a reach of their own
+                    self.found[key] = max(self.found.get(key, 0.0), rel)
+
+    def allowed(self, kind: str, where: str) -> float:
+        pooled = self.together and kind in POOLED
+        own = self.most[kind] if pooled else self.found.get((kind, where), 0.0)
+        return max(self.least.get(kind, 0.0), TIMES * own)
+
+
+def differences(
+    side: Path, reference: Path, together: bool, others: Sequence[Path] = ()
+) -> Iterator[tuple[Key, float]]:
+    """((kind, where), relative difference) of everything that both sides wrote. together: all weights together, and
+    each state of the optimizer. others: the references whose reach is taken off weights and states."""
+    mine, theirs = (store.Reader(folder / END, finite=False) for folder in (side, reference))
+    for kind in SCALARS:
+        assert mine.meta[kind].keys() == theirs.meta[kind].keys(), "both sides have the same figures"
+        for where, b in theirs.meta[kind].items():
+            yield (kind, where), _relative(torch.tensor(mine.meta[kind][where] - b), torch.tensor(b))
+    for state in sorted(path.name for path in reference.iterdir() if path.name != FIRST):
+        yield from _of_states(state, [side, reference, *others], together)
+    mine, theirs = (store.Reader(folder / FIRST, finite=False) for folder in (side, reference))
+    for name in _names(mine, theirs, "model"):
+        a, b = mine.read("model", name).double(), theirs.read("model", name).double()
+        yield ("gradients", name), _relative(a - b, b)
+        if size := b.square().sum().item():
+            along = abs(((a - b) * b).sum().item()) / size
+            yield ("gradient_scale", name), along if math.isfinite(along) else math.inf
+
+
+def _of_states(state: str, folders: Sequence[Path], together: bool) -> Iterator[tuple[Key, float]]:
+    """The differences of weights and states of the optimizer."""
+    mine, theirs, *others = (store.Reader(folder / state, finite=False) for folder in folders)
+    behind = "" if state == END else f", after step {state.removeprefix(AFTER)}"
+    sums: dict[Key, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for kind, stored in (("weights", "model"), ("moments", "optimizer")):
+        for name in _names(mine, theirs, stored, together):
+            a, b = mine.read(stored, name).double(), theirs.read(stored, name).double()
+            if not together:
+                reaches = [(one.read(stored, name).double() - b).abs() for one in others]
+                reach = torch.stack(reaches).amax(0) if reaches else None
+                yield (kind, name + behind), _relative(beyond(a, b, reach), b)
+                continue
+            group = "all together" if kind == "weights" else name.partition(".")[0]
+            for place, value in enumerate((a - b, b)):
+                sums[kind, group + behind][place] += value.square().sum().item()
+    for key, (difference, size) in sums.items():
+        yield key, math.sqrt(difference / size) if size and math.isfinite(difference) else math.inf
+
+
+def beyond(a: Tensor, b: Tensor, reach: Tensor | None) -> Tensor:
+    """What remains of each element's difference without what rounding may do to it. reach: of each element; None: do
+    not ask. Of a matrix that rounding turns what remains of each column's norm."""
+    if reach is None:
+        return a - b
+    if a.dim() > 1 and reach.norm() > TURNED * b.norm():
+        sizes = [x.norm(dim=-2) for x in (a - b, reach, a, b)]
+        return torch.maximum(sizes[0] - TIMES * sizes[1], (sizes[2] - sizes[3]).abs())
+    moved = reach[reach > 0]
+    usual = moved.median() if moved.numel() else 0.0
+    return ((a - b).abs() - TIMES * reach.clamp(min=usual)).clamp(min=0)
+
+
+@torch.no_grad()
+def round_otherwise(weights: Mapping[str, Tensor], sign: int) -> None:
+    """Moves each weight to its next or its previous number."""
+    for name, weight in weights.items():
+        weight.copy_(torch.nextafter(weight, _signs(name, weight) * (sign * math.inf)))
+
+
+def disturb(gradients: Mapping[str, Tensor], sign: int) -> None:
+    """Adds to each element of a gradient its share of what is allowed between gradients, or subtracts it. Rows without
+    any gradient, such as those of tokens that no sequence has, get none."""
+    for name, gradient in gradients.items():
+        met = (gradient != 0).any(-1, keepdim=True).expand(gradient.shape)
+        share = TOLERANCE["gradients"] * gradient.norm() / met.sum().clamp(min=1).sqrt()
+        gradient.add_(_signs(name, gradient) * met * share, alpha=sign)
+
+
+def _signs(name: str, like: Tensor) -> Tensor:
+    """1 or -1 for each element."""
+    drawn = torch.Generator(like.device).manual_seed(keys(name)[0])
+    return torch.randint(0, 2, like.shape, generator=drawn, device=like.device, dtype=like.dtype) * 2 - 1
+
+
+def _names(mine: store.Reader, theirs: store.Reader, kind: str, common: bool = False) -> list[str]:
+    """common: those that both have; a mode may keep further states."""
+    own, names = set(mine.names(kind)), theirs.names(kind)
+    assert common or own == set(names), "both sides have the same parameters"
+    return [name for name in names if name in own]
+
+
+def _relative(rest: Tensor, b: Tensor) -> float:
+    """Norm of a difference divided by the norm of the reference, b. Infinite if only the reference is zero, or if a
+    norm is not finite."""
+    difference, size = rest.double().norm().item(), b.double().norm().item()
+    if difference == 0:
+        return 0.0
+    return difference / size if size and math.isfinite(difference / size) else math.inf
