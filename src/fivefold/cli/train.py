@@ -320,8 +320,9 @@ def verify(
 ) -> None:
     """Check that a layout computes the same as one process.
 
-    Both train a few steps on the same batches. The losses, every gradient, the gradient norm and every weight are
-    compared. The exit code is 1 if any of them differs by more than rounding.
+    Both train a few steps on the same batches. The losses, every gradient, the gradient norm, every weight, the
+    optimizer's states, further figures, a validation and the copies that ranks keep are compared. The exit code is 1 if
+    any of them differs by more than rounding.
     """
     from fivefold.recipe import load
 

@@ -21,7 +21,9 @@ Other modes: the reference is one process in fp32. A layout may differ from it T
 does, so the mode's own rounding is measured, not guessed (`precision.Mode`). Weights are compared all together here,
 and so is each state of the optimizer: rounding flips the sign of some small gradients, and with it Adam's whole step of
 those elements; how many is chance. Rounding is independent of the gradient, so nearly all of it is across the gradient.
-The part along it, `gradient_scale`, is compared as well. It is a few thousandths in bf16, where a wrong factor shows.
+The part along it is compared as well, `gradient_scale`. There a layout may be apart from one process in the mode by
+TIMES the mode's own part, or its root mean square over all gradients: half a percent in bf16, where a wrong factor
+shows.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -43,21 +46,37 @@ TOLERANCE = {
     "auxiliary": 1e-5, "validation": 1e-6, "copies": 0.0,
 }  # fmt: skip
 SCALARS = ("loss", "grad_norm", "auxiliary", "validation")
-POOLED = (*SCALARS, "gradient_scale")
-"""Kinds of which a mode's own error at any place counts for all: a single number may be right by chance."""
 TIMES = 3.0  # tensor and sequence parallelism round elsewhere: up to 1.7 in tensors of 32 elements
-TURNED = 0.1
-"""A matrix whose reach is more than this share of it has columns that rounding chooses: eigenvectors of equal
-eigenvalues. They are compared one by one, and those that rounding chooses by their length."""
 FIRST, AFTER, END = "first", "after-", "end"
 """Folders of a side: the first gradient; the state after step N, where one follows the other; after the last."""
 Key = tuple[str, str]
 """The kind of a figure, and its place."""
 
 
+@dataclass
+class Figure:
+    """The largest relative difference of one kind, its place, and the tolerance there."""
+
+    max_rel: float = 0.0
+    worst: str = ""
+    allowed: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return self.max_rel <= self.allowed
+
+    def worse(self, other: Figure) -> Figure:
+        """Returns the figure that is worse relative to its tolerance."""
+        mine, theirs = (
+            figure.max_rel / figure.allowed if figure.allowed else math.inf if figure.max_rel else 0.0
+            for figure in (self, other)
+        )
+        return other if not self.worst or theirs > mine else self
+
+
 class Limits:
-    """What rounding may do. own: a mode's own differences from fp32. others: the two disturbed references, and the
-    exact one."""
+    """What rounding may do. own: a mode's own differences from fp32. others: the two disturbed references; exact: what
+    they disturb."""
 
     def __init__(
         self,
@@ -66,22 +85,28 @@ class Limits:
         others: Sequence[Path] = (),
         exact: Path | None = None,
     ):
-        self.found: dict[Key, float] = dict(own)
-        self.together, self.others = bool(self.found), others
-        self.least = TOLERANCE if not self.together else dict.fromkeys(POOLED, PRECISIONS[mode].roundoff)
-        self.most: Mapping[str, float] = defaultdict(float)
-        for (kind, _), rel in self.found.items():
-            self.most[kind] = max(self.most[kind], rel)  # pyright: ignore[reportIndexIssue]
+        self.mode, self.own, self.others = mode, dict(own), others
+        self.found: dict[Key, float] = {}  # of the disturbed references
         for other in others:
             assert exact is not None
             for key, rel in differences(other, exact, False):
-                if key[0] not in ("weights", "moments"):  # elements have a reach of their own
-                    self.found[key] = max(self.found.get(key, 0.0), rel)
+                self.found[key] = max(self.found.get(key, 0.0), abs(rel))
 
-    def allowed(self, kind: str, where: str) -> float:
-        pooled = self.together and kind in POOLED
-        own = self.most[kind] if pooled else self.found.get((kind, where), 0.0)
-        return max(self.least.get(kind, 0.0), TIMES * own)
+    def figure(self, key: Key, rel: float) -> Figure:
+        """A difference beside what is allowed."""
+        kind, where = key
+        if not self.own:
+            wide = (
+                0.0 if kind in ("weights", "moments") else self.found.get(key, 0.0)
+            )  # elements have their own reach
+            return Figure(abs(rel), where, max(TOLERANCE[kind], TIMES * wide))
+        alike = [other for (one, _), other in self.own.items() if one == kind]
+        if kind in SCALARS:  # a single number may be right by chance
+            return Figure(rel, where, max(PRECISIONS[self.mode].roundoff, TIMES * max(alike)))
+        if kind == "gradient_scale":
+            usual = math.sqrt(sum(one * one for one in alike) / len(alike))
+            return Figure(abs(rel - self.own[key]), where, TIMES * max(usual, abs(self.own[key])))
+        return Figure(rel, where, TIMES * self.own[key])
 
 
 def differences(
@@ -91,9 +116,13 @@ def differences(
     each state of the optimizer. others: the references whose reach is taken off weights and states."""
     mine, theirs = (store.Reader(folder / END, finite=False) for folder in (side, reference))
     for kind in SCALARS:
-        assert mine.meta[kind].keys() == theirs.meta[kind].keys(), "both sides have the same figures"
-        for where, b in theirs.meta[kind].items():
-            yield (kind, where), _relative(torch.tensor(mine.meta[kind][where] - b), torch.tensor(b))
+        own, others_ = mine.meta[kind], theirs.meta[kind]
+        assert together or own.keys() == others_.keys(), "both sides have the same figures"
+        for where in own.keys() & others_.keys():  # a mode may have further ones
+            yield (
+                (kind, where),
+                _relative(torch.tensor(own[where] - others_[where]), torch.tensor(others_[where])),
+            )
     for state in sorted(path.name for path in reference.iterdir() if path.name != FIRST):
         yield from _of_states(state, [side, reference, *others], together)
     mine, theirs = (store.Reader(folder / FIRST, finite=False) for folder in (side, reference))
@@ -101,21 +130,20 @@ def differences(
         a, b = mine.read("model", name).double(), theirs.read("model", name).double()
         yield ("gradients", name), _relative(a - b, b)
         if size := b.square().sum().item():
-            along = abs(((a - b) * b).sum().item()) / size
+            along = ((a - b) * b).sum().item() / size
             yield ("gradient_scale", name), along if math.isfinite(along) else math.inf
 
 
 def _of_states(state: str, folders: Sequence[Path], together: bool) -> Iterator[tuple[Key, float]]:
     """The differences of weights and states of the optimizer."""
-    mine, theirs, *others = (store.Reader(folder / state, finite=False) for folder in folders)
+    readers = [store.Reader(folder / state, finite=False) for folder in folders]
     behind = "" if state == END else f", after step {state.removeprefix(AFTER)}"
     sums: dict[Key, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for kind, stored in (("weights", "model"), ("moments", "optimizer")):
-        for name in _names(mine, theirs, stored, together):
-            a, b = mine.read(stored, name).double(), theirs.read(stored, name).double()
+        for name in _names(readers[0], readers[1], stored, together):
+            a, b, *rest = (compared(name, one.read(stored, name).double()) for one in readers)
             if not together:
-                reaches = [(one.read(stored, name).double() - b).abs() for one in others]
-                reach = torch.stack(reaches).amax(0) if reaches else None
+                reach = torch.stack(rest).sub_(b).abs().amax(0) if rest else None
                 yield (kind, name + behind), _relative(beyond(a, b, reach), b)
                 continue
             group = "all together" if kind == "weights" else name.partition(".")[0]
@@ -127,15 +155,18 @@ def _of_states(state: str, folders: Sequence[Path], together: bool) -> Iterator[
 
 def beyond(a: Tensor, b: Tensor, reach: Tensor | None) -> Tensor:
     """What remains of each element's difference without what rounding may do to it. reach: of each element; None: do
-    not ask. Of a matrix that rounding turns what remains of each column's norm."""
+    not ask."""
     if reach is None:
         return a - b
-    if a.dim() > 1 and reach.norm() > TURNED * b.norm():
-        sizes = [x.norm(dim=-2) for x in (a - b, reach, a, b)]
-        return torch.maximum(sizes[0] - TIMES * sizes[1], (sizes[2] - sizes[3]).abs())
     moved = reach[reach > 0]
     usual = moved.median() if moved.numel() else 0.0
     return ((a - b).abs() - TIMES * reach.clamp(min=usual)).clamp(min=0)
+
+
+def compared(name: str, x: Tensor) -> Tensor:
+    """The numbers of a state that are compared. Of a basis the products of its columns: rounding chooses eigenvectors,
+    always their sign, but not that they are orthonormal."""
+    return x.mT @ x if name.partition(".")[0].endswith("_basis") else x
 
 
 @torch.no_grad()

@@ -69,6 +69,7 @@ from fivefold.train.differences import (
     FIRST,
     SCALARS,
     TOLERANCE,
+    Figure,
     Limits,
     differences,
     disturb,
@@ -81,27 +82,6 @@ from fivefold.train.start import prepare_data
 
 EVERY = 2
 """What begins later than the compared steps, or comes again after many, begins or comes again after so many here."""
-
-
-@dataclass
-class Figure:
-    """The largest relative difference of one kind, its place, and the tolerance there."""
-
-    max_rel: float = 0.0
-    worst: str = ""
-    allowed: float = 0.0
-
-    @property
-    def passed(self) -> bool:
-        return self.max_rel <= self.allowed
-
-    def worse(self, other: Figure) -> Figure:
-        """Returns the figure that is worse relative to its tolerance."""
-        mine, theirs = (
-            figure.max_rel / figure.allowed if figure.allowed else math.inf if figure.max_rel else 0.0
-            for figure in (self, other)
-        )
-        return other if not self.worst or theirs > mine else self
 
 
 @dataclass
@@ -420,8 +400,7 @@ def reference_name(recipe: Recipe, steps: int, mode: str, disturbed: int = 0) ->
 
 def judge(report: Report, layout: Path, reference: Path, limits: Limits) -> None:
     """Writes into the report how far a layout's side is from the reference."""
-    for (kind, where), rel in differences(layout, reference, limits.together, limits.others):
-        figure = Figure(rel, where, limits.allowed(kind, where))
-        setattr(report, kind, getattr(report, kind).worse(figure))
+    for key, rel in differences(layout, reference, bool(limits.own), limits.others):
+        setattr(report, key[0], getattr(report, key[0]).worse(limits.figure(key, rel)))
     if odd := str(store.Reader(layout / END, finite=False).meta["copies"]):
         report.copies = Figure(math.inf, odd, 0.0)
