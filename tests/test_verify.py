@@ -330,7 +330,7 @@ def rounded_otherwise(rank: int, world: int, recipe: Recipe, steps: int, folder:
     def add(state: State, microbatches: int) -> None:
         drawn = torch.Generator().manual_seed(state.step)
         for gradient in state.gradients().values():
-            noise = torch.randn(gradient.shape, generator=drawn)
+            noise = torch.randn(gradient.shape, generator=drawn) * (gradient != 0)  # a sum of nothing is exact
             gradient.add_(noise, alpha=1e-6 * gradient.norm().item() / math.sqrt(gradient.numel()))
 
     with gradients(add):
