@@ -40,7 +40,7 @@ from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.units import FsdpUnit
 from fivefold.step.state import build_state
-from fivefold.train.differences import differences
+from fivefold.train import differences
 from fivefold.train.self_test import fall_back, self_test
 from fivefold.train.share import batches_of
 from fivefold.train.verify import reference_name
@@ -428,8 +428,8 @@ def test_layouts_round_as_one_process_does(
     folder = room / "-".join([model, mode, "fp32", *sets])
     compared(recipe, folder=folder, part=side_in_fp32)
     alone, exact = (folder / reference_name(recipe, 3, one) for one in (mode, "fp32"))
-    found = dict(differences(folder / "layout", alone, together=True))
-    own = dict(differences(alone, exact, together=True))
+    found = dict(differences.between(folder / "layout", alone, together=True))
+    own = dict(differences.between(alone, exact, together=True))
     for (kind, where), difference in found.items():
         if kind == "gradients":
             assert difference < max(1e-5, own[kind, where] / 2), (where, own[kind, where])

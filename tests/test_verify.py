@@ -11,16 +11,21 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from launched import Launched, command
 from layouts import MOE, TINY, compared, side, tiny
 from marks import only
 from torch import Tensor
 
 import fivefold
+from fivefold.data import NOT_COUNTED
 from fivefold.errors import UserError
+from fivefold.models.base import build
+from fivefold.models.mixture import Router
 from fivefold.optim import OPTIMIZERS
 from fivefold.parallel import data
 from fivefold.parallel.data import add_gradient
@@ -31,9 +36,11 @@ from fivefold.recipe import Recipe, resolve
 from fivefold.step import state as state_module
 from fivefold.step import step
 from fivefold.step.state import State
+from fivefold.step.step import take_step
 from fivefold.train import verify
 from fivefold.train.differences import TOLERANCE, Figure, beyond, disturb
-from fivefold.train.verify import prepared, sizes
+from fivefold.train.share import share_of
+from fivefold.train.verify import alone, prepared, reference_state, sizes
 
 
 @only("fp32-deepseek", "fp32-llama")
@@ -330,7 +337,9 @@ def rounded_otherwise(rank: int, world: int, recipe: Recipe, steps: int, folder:
     def add(state: State, microbatches: int) -> None:
         drawn = torch.Generator().manual_seed(state.step)
         for gradient in state.gradients().values():
-            noise = torch.randn(gradient.shape, generator=drawn) * (gradient != 0)  # a sum of nothing is exact
+            noise = torch.randn(gradient.shape, generator=drawn) * (
+                gradient != 0
+            )  # a sum of nothing is exact
             gradient.add_(noise, alpha=1e-6 * gradient.norm().item() / math.sqrt(gradient.numel()))
 
     with gradients(add):
@@ -401,6 +410,62 @@ def test_the_compared_steps_contain_every_number_of_microbatches_and_what_comes_
         changed, notes = prepared(fivefold.load("quickstart", [f"optim.name={name}"]), "dp=2", 3, "fp32")
         assert getattr(changed.optim, key) == 2
         assert any(key in note for note in notes)
+
+
+class Unequal:
+    """Batches whose sequences have unequally many targets."""
+
+    uneven = True
+
+    def batch(self, i: int, rows: range) -> tuple[np.ndarray, np.ndarray]:
+        tokens = np.stack([np.random.default_rng(row).integers(0, 200, 17) for row in rows])
+        targets = tokens[:, 1:].copy()
+        for place, row in enumerate(rows):
+            targets[place, : 2 * row] = NOT_COUNTED
+        return tokens[:, :-1], targets
+
+    def counted(self, i: int, size: int) -> int:
+        return int((self.batch(i, range(size))[1] >= 0).sum())
+
+
+@pytest.mark.parametrize(
+    "sets", [[], [*MOE, "model.balance=aux", "model.z_loss_weight=0.01"]], ids=["dense", "moe"]
+)
+def test_the_references_step_is_plain_pytorchs(tmp_path, sets):
+    """What both sides share: the weights of unequal microbatches, the factors of the balance terms."""
+    recipe = resolve(tiny(tmp_path, "dp=1", "train.microbatch_size=2", *sets), vocab_size=200)
+    state, found = reference_state(recipe, alone()), dict[str, Tensor]()
+    share = share_of(Unequal(), 0, 8, 2, state.mesh)
+    keep = lambda: found.update({n: g.clone() for n, g in state.gradients().items()})  # noqa: E731
+    done = take_step(state, recipe, share, inspect=keep)
+    model: Any = build(
+        recipe.model, device=torch.device("cpu"), seed=recipe.train.seed
+    ).eval()  # no terms of its own
+    hidden, routed = list[Tensor](), list[Tensor]()
+    model.norm.register_forward_hook(lambda module, given, made: hidden.append(made))
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.register_forward_hook(lambda module, given, made: routed.append(made[-1]))
+    nats, terms = torch.zeros(()), torch.zeros(())
+    for one in share:
+        model(one.inputs, one.targets)
+        logits = hidden.pop() @ model.embed.weight.t()
+        nats = nats + F.cross_entropy(
+            logits.flatten(0, 1), one.targets.flatten(), ignore_index=NOT_COUNTED, reduction="sum"
+        )
+        for scores in routed:
+            E, K = 8, 2
+            load = F.one_hot(scores.topk(K).indices, E).sum((0, 1)) / (len(scores) * K)
+            terms = terms + recipe.model.aux_loss_weight * E * (
+                load * scores.softmax(-1).mean(0)
+            ).sum() / len(share)
+            terms = terms + 0.01 * scores.logsumexp(-1).square().mean() / len(share)
+        routed.clear()
+    loss = nats / Unequal().counted(0, 8)
+    (loss + terms).backward()
+    assert done.loss == pytest.approx(loss.item(), rel=1e-6)
+    for name, p in model.named_parameters():
+        assert (found[name] - p.grad).norm() < 1e-5 * p.grad.norm(), name
 
 
 def test_what_is_not_finite_or_missing_is_not_passed():

@@ -3,19 +3,17 @@
 Differences are relative: the norm of a tensor's difference divided by the norm of the reference tensor.
 
 fp32: a difference within TOLERANCE is rounding. A larger one may be rounding, too, because optimizers amplify it: Adam
-divides an update by the size of the gradient. So an element whose gradient is 0 but for rounding, such as a key bias in
-attention, moves by the learning rate in each step, up or down. How far rounding may bring a weight is computed, not
-guessed. Two more references begin with weights that are one place of their last digit larger or smaller, and add to the
-gradients in each step, or subtract, what is allowed between gradients: an element's share of it, TOLERANCE times the
-gradient's root mean square. Each element has a sign of its own, the same in all steps, and the opposite in the other
-reference. So whatever the optimizer does, if it depends on a sign or a threshold, one of the two crosses it wherever
-rounding can. The reach of an element is the larger of both references' distances from the reference.
+divides by the size of the gradient, so an element whose gradient is 0 but for rounding, such as a key bias, moves by
+the whole learning rate, up or down. How far rounding may bring an element is computed, not guessed. Two more references
+begin with weights whose last digit differs, and add to each gradient, or subtract, what is allowed between gradients:
+each element's share is TOLERANCE times the gradient's root mean square, with a sign of its own. The reach of an element
+is the larger of their distances from the reference. So whatever sign or threshold the optimizer depends on, one of the
+two crosses it wherever rounding can. Elements that no token has met have no gradient, and get no share.
 
-TIMES the reach is taken off each element's difference: rounding is not spread evenly over elements, and three times
-its root mean square covers nearly all of a normal distribution. The reach of an element counts as at least the median
-of its tensor's, as the gradients of later steps answer differently to other weights. What remains has to be within
-TOLERANCE of the tensor. A loss, a norm and a first gradient may differ as much as TIMES those of the two references.
-Elements that no token has met have no gradient, and get no share.
+TIMES the reach is taken off each element's difference: rounding is not spread evenly, and three times its root mean
+square covers nearly all of a normal distribution. A reach counts as at least its tensor's median, as later gradients
+answer differently to other weights. What remains has to be within TOLERANCE of the tensor. A loss, a norm and a first
+gradient may differ by TIMES what those of the two references do.
 
 Other modes: the reference is one process in fp32. A layout may differ from it TIMES as much as one process in the mode
 does, so the mode's own rounding is measured, not guessed (`precision.Mode`). Weights are compared all together here,
@@ -89,7 +87,7 @@ class Limits:
         self.found: dict[Key, float] = {}  # of the disturbed references
         for other in others:
             assert exact is not None
-            for key, rel in differences(other, exact, False):
+            for key, rel in between(other, exact, False):
                 self.found[key] = max(self.found.get(key, 0.0), abs(rel))
 
     def figure(self, key: Key, rel: float) -> Figure:
@@ -109,7 +107,7 @@ class Limits:
         return Figure(rel, where, TIMES * self.own[key])
 
 
-def differences(
+def between(
     side: Path, reference: Path, together: bool, others: Sequence[Path] = ()
 ) -> Iterator[tuple[Key, float]]:
     """((kind, where), relative difference) of everything that both sides wrote. together: all weights together, and

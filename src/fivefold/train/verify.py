@@ -22,7 +22,6 @@ goes on from the layout's.
 from __future__ import annotations
 
 import math
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -38,6 +37,7 @@ from fivefold.checkpoint import store, write
 from fivefold.comm import everyone, told
 from fivefold.data import Batches, DataSet
 from fivefold.errors import UserError
+from fivefold.files import remove
 from fivefold.launch import ranks as ranks_
 from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
@@ -63,18 +63,8 @@ from fivefold.sharding.parts import Part, held
 from fivefold.sharding.units import zeropp
 from fivefold.step.state import State, build_state, compute_mode, with_optimizer
 from fivefold.step.step import ValidationSet, take_step, validate
-from fivefold.train.differences import (
-    AFTER,
-    END,
-    FIRST,
-    SCALARS,
-    TOLERANCE,
-    Figure,
-    Limits,
-    differences,
-    disturb,
-    round_otherwise,
-)
+from fivefold.train import differences
+from fivefold.train.differences import TOLERANCE, Figure, Limits
 from fivefold.train.faults import corrupted
 from fivefold.train.saver import buffer_pieces, moment_pieces, owned_pieces
 from fivefold.train.share import batches_of, rows_of, share_of
@@ -259,15 +249,15 @@ def compute(
         recipe = recipe.model_copy(update={"layout": LayoutSection()})
     state = reference_state(recipe, ranks) if reference else build_state(recipe, ranks)
     if disturbed:
-        round_otherwise(state.masters(), disturbed)
-    figures: dict[str, dict[str, float]] = {kind: {} for kind in SCALARS}
+        differences.round_otherwise(state.masters(), disturbed)
+    figures: dict[str, dict[str, float]] = {kind: {} for kind in differences.SCALARS}
 
     def inspect() -> None:
         if state.step == 0:
             pieces = owned_pieces(state, state.gradients())
-            write.save(folder / FIRST, pieces, [], {}, axis=state.mesh.axis("run"), finite=False)
+            write.save(folder / differences.FIRST, pieces, [], {}, axis=state.mesh.axis("run"), finite=False)
         if disturbed:
-            disturb(state.gradients(), disturbed)
+            differences.disturb(state.gradients(), disturbed)
 
     def write_state(name: str, meta: dict[str, Any]) -> None:
         weights = owned_pieces(state, state.masters()) + buffer_pieces(state)
@@ -282,11 +272,11 @@ def compute(
             figures["loss"][when], figures["grad_norm"][when] = done.loss, done.norm
             figures["auxiliary"] |= {f"{name}, {when}": value for name, value in done.more.items()}
             if follows and step < len(plan):
-                write_state(f"{AFTER}{step}", {})
+                write_state(f"{differences.AFTER}{step}", {})
                 if reference:
-                    follow(state, folder.parent / "layout" / f"{AFTER}{step}")
+                    follow(state, folder.parent / "layout" / f"{differences.AFTER}{step}")
         figures["validation"] = {"the last weights": validation_loss(state, recipe, batches)}
-        write_state(END, {**figures, "copies": corrupted(state, moments=True)})
+        write_state(differences.END, {**figures, "copies": corrupted(state, moments=True)})
     finally:
         state.parallel.close()
 
@@ -375,7 +365,7 @@ def compare_with_one_process(recipe: Recipe, data: DataSet, steps: int, folder: 
     def reference(mode: str, disturbed: int = 0) -> Path:
         place = folder / reference_name(recipe, steps, mode, disturbed)
         if OPTIMIZERS[recipe.optim.name].jumps:  # it followed another layout
-            shutil.rmtree(place, ignore_errors=True)
+            remove(place)
         if not place.exists():
             precision = recipe.precision.model_copy(update={"mode": mode})
             one = recipe.model_copy(update={"precision": precision})
@@ -383,7 +373,11 @@ def compare_with_one_process(recipe: Recipe, data: DataSet, steps: int, folder: 
         return place
 
     report, exact = Report(to_text(layout), layout.ranks, mode, steps), reference(MASTER)
-    limits = Limits(mode) if mode == MASTER else Limits(mode, own=differences(reference(mode), exact, True))
+    limits = (
+        Limits(mode)
+        if mode == MASTER
+        else Limits(mode, own=differences.between(reference(mode), exact, True))
+    )
     judge(report, folder / "layout", exact, limits)
     if mode == MASTER and not all(f.passed for kind, f in report.figures.items() if kind != "copies"):
         report = Report(to_text(layout), layout.ranks, mode, steps)
@@ -400,7 +394,7 @@ def reference_name(recipe: Recipe, steps: int, mode: str, disturbed: int = 0) ->
 
 def judge(report: Report, layout: Path, reference: Path, limits: Limits) -> None:
     """Writes into the report how far a layout's side is from the reference."""
-    for key, rel in differences(layout, reference, bool(limits.own), limits.others):
+    for key, rel in differences.between(layout, reference, bool(limits.own), limits.others):
         setattr(report, key[0], getattr(report, key[0]).worse(limits.figure(key, rel)))
-    if odd := str(store.Reader(layout / END, finite=False).meta["copies"]):
+    if odd := str(store.Reader(layout / differences.END, finite=False).meta["copies"]):
         report.copies = Figure(math.inf, odd, 0.0)
