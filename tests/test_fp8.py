@@ -30,7 +30,6 @@ from fivefold.kernels.rounded import E4M3, RoundedMatmuls, round_tiles, rounded_
 from fivefold.models.base import build, init_part
 from fivefold.models.card import card_of
 from fivefold.models.mixture import grouped_linear
-from fivefold.optim import OPTIMIZERS
 from fivefold.parallel import parallelize as parallelize_
 from fivefold.parallel.parallelize import rounded_layers
 from fivefold.plan.messages import volume
@@ -41,9 +40,10 @@ from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.units import FsdpUnit
 from fivefold.step.state import build_state
+from fivefold.train import differences
 from fivefold.train.self_test import fall_back, self_test
 from fivefold.train.share import batches_of
-from fivefold.train.verify import _differences
+from fivefold.train.verify import reference_name
 
 E5M2 = FORMATS["fp8 e5m2"]
 
@@ -427,9 +427,9 @@ def test_layouts_round_as_one_process_does(
     recipe, model = change(tiny(room, layout, mode=mode), sets), "moe" if "ep=" in layout else "dense"
     folder = room / "-".join([model, mode, "fp32", *sets])
     compared(recipe, folder=folder, part=side_in_fp32)
-    second = OPTIMIZERS[recipe.optim.name].second_moment
-    found = dict(_differences(folder / "layout", folder / mode, second, together=True))
-    own = dict(_differences(folder / mode, folder / "fp32", second, together=True))
+    alone, exact = (folder / reference_name(recipe, 3, one) for one in (mode, "fp32"))
+    found = dict(differences.between(folder / "layout", alone, together=True))
+    own = dict(differences.between(alone, exact, together=True))
     for (kind, where), difference in found.items():
         if kind == "gradients":
             assert difference < max(1e-5, own[kind, where] / 2), (where, own[kind, where])

@@ -36,7 +36,7 @@ from fivefold.sharding.parts import Part, boxes, local_shape, whole
 from fivefold.step.state import State, build_state
 from fivefold.step.step import take_step
 from fivefold.trace.step import trace
-from fivefold.train.verify import TIMES
+from fivefold.train.differences import TIMES
 
 
 def rounded(x: torch.Tensor, keys: tuple[int, int], box=None, shape=None) -> torch.Tensor:

@@ -298,7 +298,11 @@ if TYPE_CHECKING:
 else:
     Mode = Literal[tuple(PRECISIONS)]
 
-NAMES = {"loss": "loss", "gradients": "gradients", "grad_norm": "gradient norm", "weights": "weights"}
+NAMES = {
+    "loss": "loss", "gradients": "gradients", "grad_norm": "gradient norm", "weights": "weights",
+    "gradient_scale": "gradient scale", "moments": "optimizer", "auxiliary": "other figures",
+    "validation": "validation", "copies": "copies",
+}  # fmt: skip
 
 
 def verify(
@@ -316,8 +320,9 @@ def verify(
 ) -> None:
     """Check that a layout computes the same as one process.
 
-    Both train a few steps on the same batches. The losses, every gradient, the gradient norm and every weight are
-    compared. The exit code is 1 if any of them differs by more than rounding.
+    Both train a few steps on the same batches. The losses, every gradient, the gradient norm, every weight, the
+    optimizer's states, further figures, a validation and the copies that ranks keep are compared. The exit code is 1 if
+    any of them differs by more than rounding.
     """
     from fivefold.recipe import load
 

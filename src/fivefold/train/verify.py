@@ -5,21 +5,18 @@ optimizer with the trainer, but not the way weights are kept: it has no flat buf
 recomputation and no compilation. Each parameter has its own master and gradient. A layout of one rank is compared, too:
 it shows whether the trainer keeps weights and gradients correctly.
 
-Both sides train the same few steps from the same initial weights on the same batches, without dropout. Each writes into
-a folder: the whole gradient of the first step; loss and gradient norm of each step; weights and moments after the last.
-Ranks write only what they own, so a piece that is missing, or owned twice, shows too. One process then reads both
-folders and compares them, tensor by tensor. Gradients are compared in the first step, when both sides have the same
-weights. Errors in later steps show in losses, norms and the final weights.
+Both sides train the same few steps from the same initial weights on the same batches, without dropout. The steps are
+the recipe's first ones, and a further one for each number of microbatches that they lack (`sizes`). What a recipe does
+every few steps is done every second one (`events`). Each side writes into a folder: the whole gradient of the first
+step; loss, gradient norm and further figures of each step; the loss of a validation batch, weights and the optimizer's
+states after the last. Ranks write only what they own, so a piece that is missing, or owned twice, shows too. What
+several ranks keep is compared among them, bit by bit. One process then reads both folders and compares them, tensor by
+tensor (train/differences.py). Gradients are compared in the first step, when both sides have the same weights. Errors
+in later steps show in losses, norms, states and the final weights.
 
-Differences are relative: the norm of a tensor's difference divided by the norm of the reference tensor.
-
-fp32: the tolerances are TOLERANCE. Adam divides an update by the size of the gradient, so an element whose true
-gradient is zero, such as a key bias in attention, moves by rounding noise alone. Therefore each element of a weight is
-weighted by the size of its gradients: the root of the second moment, if the optimizer has one.
-
-Other modes: the reference is one process in fp32. A layout may differ from it TIMES as much as one process in the mode
-does, so the mode's own rounding is measured, not guessed (`precision.Mode`). Weights are compared all together here:
-rounding flips the sign of some small gradients, and with it Adam's whole step of those elements; how many is chance.
+Some optimizers jump: where rounding chooses among eigenvectors of equal eigenvalues, both choices are right, and the
+steps behind them differ. The reference then compares its weights and states with the layout's after every step, and
+goes on from the layout's.
 """
 
 from __future__ import annotations
@@ -27,6 +24,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -37,13 +35,15 @@ from torch import Tensor, nn
 
 from fivefold.checkpoint import store, write
 from fivefold.comm import everyone, told
-from fivefold.data import DataSet
+from fivefold.data import Batches, DataSet
 from fivefold.errors import UserError
+from fivefold.files import remove
 from fivefold.launch import ranks as ranks_
 from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
 from fivefold.models.base import LanguageModel, build
 from fivefold.models.card import card_of
+from fivefold.models.section import phases
 from fivefold.optim import OPTIMIZERS
 from fivefold.parallel.expert import Balance
 from fivefold.parallel.mesh import Mesh
@@ -54,46 +54,34 @@ from fivefold.recipe import Recipe, batch_size, change, resolve
 from fivefold.recipe.messages import toml_value
 from fivefold.recipe.rules import allows, synchronous
 from fivefold.recipe.rules.combinations import PLAIN
+from fivefold.recipe.rules.texts import ramp
 from fivefold.recipe.schema import LayoutSection
 from fivefold.schedules.compression import NONE
+from fivefold.sharding import layout_rules
 from fivefold.sharding.layout import Layout, to_text
-from fivefold.sharding.layout_rules import validate
 from fivefold.sharding.parts import Part, held
 from fivefold.sharding.units import zeropp
 from fivefold.step.state import State, build_state, compute_mode, with_optimizer
-from fivefold.step.step import take_step
+from fivefold.step.step import ValidationSet, take_step, validate
+from fivefold.train import differences
+from fivefold.train.differences import TOLERANCE, Figure, Limits
+from fivefold.train.faults import corrupted
 from fivefold.train.saver import buffer_pieces, moment_pieces, owned_pieces
-from fivefold.train.share import batches_of, share_of
+from fivefold.train.share import batches_of, rows_of, share_of
 from fivefold.train.start import prepare_data
 
-TOLERANCE = {"loss": 1e-6, "gradients": 1e-5, "grad_norm": 1e-5, "weights": 1e-5}
-TIMES = 3.0  # tensor and sequence parallelism round elsewhere: up to 1.7 in tensors of 32 elements
-
-
-@dataclass
-class Figure:
-    """The largest relative difference of one kind, its place, and the tolerance there."""
-
-    max_rel: float = 0.0
-    worst: str = ""
-    allowed: float = 0.0
-
-    @property
-    def passed(self) -> bool:
-        return self.max_rel <= self.allowed
-
-    def worse(self, other: Figure) -> Figure:
-        """Returns the figure that is worse relative to its tolerance."""
-        mine, theirs = (
-            figure.max_rel / figure.allowed if figure.allowed else math.inf if figure.max_rel else 0.0
-            for figure in (self, other)
-        )
-        return other if not self.worst or theirs > mine else self
+EVERY = 2
+"""What begins later than the compared steps, or comes again after many, begins or comes again after so many here."""
 
 
 @dataclass
 class Report:
-    """The result of `fivefold verify`. `passed`: every figure is within its tolerance."""
+    """The result of `fivefold verify`. `passed`: every figure is within its tolerance.
+
+    gradient_scale: of a gradient, along itself. moments: of the optimizer's states. auxiliary: of further figures of a
+    step, such as the load of experts. validation: of the loss of a validation batch. copies: infinite if ranks that
+    keep the same part of a weight or a state have different bits.
+    """
 
     layout: str
     ranks: int
@@ -103,6 +91,11 @@ class Report:
     gradients: Figure = field(default_factory=Figure)
     grad_norm: Figure = field(default_factory=Figure)
     weights: Figure = field(default_factory=Figure)
+    gradient_scale: Figure = field(default_factory=Figure)
+    moments: Figure = field(default_factory=Figure)
+    auxiliary: Figure = field(default_factory=Figure)
+    validation: Figure = field(default_factory=Figure)
+    copies: Figure = field(default_factory=Figure)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -144,7 +137,7 @@ def verify(
     wanted, launched = Layout.from_recipe(recipe.layout), ranks_.found()
     if launched and share_gpus:
         raise UserError("--share-gpus is for ranks that `fivefold verify` starts itself; leave it out")
-    validate(wanted, launched[1] if launched else wanted.ranks, partial(allows, recipe))
+    layout_rules.validate(wanted, launched[1] if launched else wanted.ranks, partial(allows, recipe))
     data = prepare_data(recipe, quiet=launched is not None and launched[0] != 0)
     recipe = resolve(recipe, vocab_size=data.vocab_size)
     with tempfile.TemporaryDirectory(prefix="fivefold-verify-") as name:
@@ -186,8 +179,11 @@ def prepared(recipe: Recipe, layout: str | None, steps: int, mode: str) -> tuple
         notes.append(f"gradients are summed in {MASTER} here; --mode bf16 compares them")
     if (why := OPTIMIZERS[recipe.optim.name].jumps) and steps > 1:
         notes.append(
-            f"{recipe.optim.name}: {why}, so weights may differ after the second step; compare one (--steps 1)"
+            f"{recipe.optim.name}: {why}. So each step is compared, and one process goes on from the layout's state"
         )
+    for key, value in events(recipe, steps, mode):
+        changes.append(f"{key}={value}")
+        notes.append(f"{key} = {value} here, so that the compared steps contain it")
     if recipe.train.steps and recipe.train.steps < steps:
         changes.append(f"train.steps={steps}")
     exact, inexact = change(recipe, changes, layout), list[str]()
@@ -202,6 +198,34 @@ def prepared(recipe: Recipe, layout: str | None, steps: int, mode: str) -> tuple
     return change(exact, inexact) if inexact else exact, notes
 
 
+def events(recipe: Recipe, steps: int, mode: str) -> Iterator[tuple[str, str]]:
+    """(key, value) of the fields that say when something happens, where the compared steps would not contain it."""
+    if steps <= EVERY:
+        return
+    fields = [f"optim.{name}" for name in OPTIMIZERS[recipe.optim.name].fields]
+    fields += [f"precision.{name}" for name in PRECISIONS[mode].fields]
+    yield from ((key, str(EVERY)) for key in fields if key.endswith("_every"))
+    if recipe.model.untie_step >= steps:
+        yield "model.untie_step", str(EVERY)
+    if recipe.model.window_ramp:
+        short = "+".join(f"{window}:1" for window, _ in phases(recipe.model.window_ramp))
+        yield "model.window_ramp", toml_value(short)
+
+
+def sizes(recipe: Recipe, steps: int) -> list[int]:
+    """Sequences of each compared step of a resolved recipe: of its first steps; then of a step for each other size of
+    `train.batch_ramp`; and for pipelines of one in which every rank has a single microbatch, if the layout allows
+    that."""
+    train, usual = recipe.train, [batch_size(recipe.train, step) for step in range(steps)]
+    further = {train.global_batch_size, *(size for size, _ in ramp(train))}
+    if recipe.layout.pp > 1:
+        least = (train.microbatch_size or 1) * Layout.from_recipe(recipe.layout).dp
+        with suppress(UserError):
+            change(recipe, [f"train.global_batch_size={least}", 'train.batch_ramp=""'])
+            further.add(least)
+    return usual + sorted(further.difference(usual), reverse=True)
+
+
 def alone() -> Ranks:
     """One process, with all cores unless the environment says otherwise."""
     torch.set_num_threads(ranks_.threads_of(1))
@@ -209,31 +233,59 @@ def alone() -> Ranks:
 
 
 def compute(
-    recipe: Recipe, data: DataSet, steps: int, folder: Path, ranks: Ranks, reference: bool = False
+    recipe: Recipe,
+    data: DataSet,
+    steps: int,
+    folder: Path,
+    ranks: Ranks,
+    reference: bool = False,
+    disturbed: int = 0,
 ) -> None:
-    """Computes one rank's part of a side, of the layout or the reference: `steps` steps of a resolved recipe, written
-    into `folder`."""
-    train, batches = recipe.train, batches_of(recipe, data)
+    """Computes one rank's part of a side, of the layout or the reference: `steps` steps of a resolved recipe, or a few
+    more (`sizes`), written into `folder`. disturbed: 1 or -1: of the reference, see `disturb`."""
+    train, batches, plan = recipe.train, batches_of(recipe, data), sizes(recipe, steps)
+    follows = bool(OPTIMIZERS[recipe.optim.name].jumps)
+    if reference:
+        recipe = recipe.model_copy(update={"layout": LayoutSection()})
     state = reference_state(recipe, ranks) if reference else build_state(recipe, ranks)
-    figures: dict[str, list[float]] = {"loss": [], "grad_norm": []}
+    if disturbed:
+        differences.round_otherwise(state.masters(), disturbed)
+    figures: dict[str, dict[str, float]] = {kind: {} for kind in differences.SCALARS}
 
-    def write_first_gradient() -> None:
+    def inspect() -> None:
         if state.step == 0:
             pieces = owned_pieces(state, state.gradients())
-            write.save(folder / "first", pieces, [], {}, axis=state.mesh.axis("run"), finite=False)
+            write.save(folder / differences.FIRST, pieces, [], {}, axis=state.mesh.axis("run"), finite=False)
+        if disturbed:
+            differences.disturb(state.gradients(), disturbed)
 
-    try:
-        for step in range(steps):
-            share = share_of(batches, step, batch_size(train, step), train.microbatch_size or 1, state.mesh)
-            done = take_step(state, recipe, share, inspect=write_first_gradient)
-            figures["loss"].append(done.loss)
-            figures["grad_norm"].append(done.norm)
-        moments = moment_pieces(state)
+    def write_state(name: str, meta: dict[str, Any]) -> None:
         weights = owned_pieces(state, state.masters()) + buffer_pieces(state)
         # What diverged is compared, too
-        write.save(folder / "end", weights, moments, figures, axis=state.mesh.axis("run"), finite=False)
+        axis = state.mesh.axis("run")
+        write.save(folder / name, weights, moment_pieces(state), meta, axis=axis, finite=False)
+
+    try:
+        for step, size in enumerate(plan, 1):
+            share = share_of(batches, step - 1, size, train.microbatch_size or 1, state.mesh)
+            done, when = take_step(state, recipe, share, inspect=inspect), f"step {step}"
+            figures["loss"][when], figures["grad_norm"][when] = done.loss, done.norm
+            figures["auxiliary"] |= {f"{name}, {when}": value for name, value in done.more.items()}
+            if follows and step < len(plan):
+                write_state(f"{differences.AFTER}{step}", {})
+                if reference:
+                    follow(state, folder.parent / "layout" / f"{differences.AFTER}{step}")
+        figures["validation"] = {"the last weights": validation_loss(state, recipe, batches)}
+        write_state(differences.END, {**figures, "copies": corrupted(state, moments=True)})
     finally:
         state.parallel.close()
+
+
+def validation_loss(state: State, recipe: Recipe, batches: Batches) -> float:
+    """The loss of a batch that ranks cannot share evenly, as a run validates."""
+    rows = max(1, recipe.train.global_batch_size - 1)
+    share = rows_of(batches, rows, recipe.train.microbatch_size or 1, state.mesh, state.mesh.divided)
+    return validate(state, [ValidationSet("", True, share, None)])["val_loss"]
 
 
 class Plain(Replica):
@@ -286,6 +338,17 @@ class Plain(Replica):
             self.params[name].register_hook(seen)
 
 
+@torch.no_grad()
+def follow(state: State, folder: Path) -> None:
+    """The reference goes on from the weights and states that a layout wrote."""
+    there = store.Reader(folder, finite=False)
+    for kind, tensors in (("model", {**state.masters(), **state.buffers()}), ("optimizer", state.moments())):
+        for name, tensor in tensors.items():
+            tensor.copy_(there.read(kind, name))
+    for replica in state.parallel.replicas:
+        replica.refresh()
+
+
 def reference_state(recipe: Recipe, one: Ranks) -> State:
     """The state of a resolved recipe at step 0 on one process; the recipe's layout is ignored."""
     model, mesh = recipe.model, Mesh(Layout(), one, further=card_of(recipe.model).further)
@@ -300,69 +363,43 @@ def reference_state(recipe: Recipe, one: Ranks) -> State:
 
 def compare_with_one_process(recipe: Recipe, data: DataSet, steps: int, folder: Path) -> Report:
     """Computes the reference in this process, unless it exists, and compares it with `folder`/layout, which the
-    layout's ranks wrote. Below fp32 there are two references, one in fp32 and one in the mode."""
+    layout's ranks wrote. Below fp32 there are two references, one in fp32 and one in the mode. In fp32 there are two
+    more, which are `disturbed`, if the layout differs by more than TOLERANCE."""
     layout, mode = Layout.from_recipe(recipe.layout), recipe.precision.mode
-    for other in {MASTER, mode}:
-        if not (folder / other).exists():
-            precision = recipe.precision.model_copy(update={"mode": other})
-            one = recipe.model_copy(update={"layout": LayoutSection(), "precision": precision})
-            compute(one, data, steps, folder / other, alone(), reference=True)
-    report = Report(to_text(layout), layout.ranks, mode, steps)
-    second = OPTIMIZERS[recipe.optim.name].second_moment
-    own = {} if mode == MASTER else dict(_differences(folder / mode, folder / MASTER, second, together=True))
-    for (kind, where), rel in _differences(folder / "layout", folder / MASTER, second, bool(own)):
-        allowed = TOLERANCE[kind]
-        if kind in ("loss", "grad_norm") and own:
-            allowed = max(
-                PRECISIONS[mode].roundoff, *(TIMES * rel for (k, _), rel in own.items() if k == kind)
-            )
-        elif own:
-            allowed = TIMES * own[kind, where]
-        setattr(report, kind, getattr(report, kind).worse(Figure(rel, where, allowed)))
+
+    def reference(mode: str, disturbed: int = 0) -> Path:
+        place = folder / reference_name(recipe, steps, mode, disturbed)
+        if OPTIMIZERS[recipe.optim.name].jumps:  # it followed another layout
+            remove(place)
+        if not place.exists():
+            precision = recipe.precision.model_copy(update={"mode": mode})
+            one = recipe.model_copy(update={"precision": precision})
+            compute(one, data, steps, place, alone(), reference=True, disturbed=disturbed)
+        return place
+
+    report, exact = Report(to_text(layout), layout.ranks, mode, steps), reference(MASTER)
+    limits = (
+        Limits(mode)
+        if mode == MASTER
+        else Limits(mode, own=differences.between(reference(mode), exact, True))
+    )
+    judge(report, folder / "layout", exact, limits)
+    if mode == MASTER and not all(f.passed for kind, f in report.figures.items() if kind != "copies"):
+        report = Report(to_text(layout), layout.ranks, mode, steps)
+        others = [reference(MASTER, sign) for sign in (1, -1)]
+        judge(report, folder / "layout", exact, Limits(mode, others=others, exact=exact))
     return report
 
 
-def _differences(
-    side: Path, reference: Path, second: str | None, together: bool
-) -> Iterator[tuple[tuple[str, str], float]]:
-    """((kind, where), relative difference) of everything that both sides wrote. second: the optimizer's second moment,
-    by which elements of weights count. together: all weights together, and all elements alike."""
-    mine, theirs = (store.Reader(folder / "end", finite=False) for folder in (side, reference))
-    for kind in ("loss", "grad_norm"):
-        for step, (a, b) in enumerate(zip(mine.meta[kind], theirs.meta[kind], strict=True), 1):
-            yield (kind, f"step {step}"), _relative(torch.tensor(a), torch.tensor(b))
-    difference = size = 0.0
-    for name in _names(mine, theirs):
-        a, b = mine.read("model", name), theirs.read("model", name)
-        if together:
-            difference += (a.double() - b.double()).square().sum().item()
-            size += b.double().square().sum().item()
-            continue
-        # About the size of each element's gradients: of both sides, as one may have rounding noise where it is zero
-        moment = f"{second}.{name}"  # a buffer has none, and no parameter if `second` is None
-        sides = (s for s in (mine, theirs) if moment in s.names("optimizer"))
-        moments = [s.read("optimizer", moment) for s in sides]
-        root = torch.stack(moments).abs().amax(0).sqrt() if moments else torch.ones_like(a)
-        root = torch.where(root > 0, root, root.max().clamp(min=1e-30))  # no gradient: counts fully
-        yield ("weights", name), _relative(a * root, b * root)
-    if together:
-        whole = math.sqrt(difference / size) if difference == difference else math.inf
-        yield ("weights", "all together"), whole
-    mine, theirs = (store.Reader(folder / "first", finite=False) for folder in (side, reference))
-    for name in _names(mine, theirs):
-        yield ("gradients", name), _relative(mine.read("model", name), theirs.read("model", name))
+def reference_name(recipe: Recipe, steps: int, mode: str, disturbed: int = 0) -> str:
+    """The folder of a reference, in which layouts share it that take the same steps."""
+    further = sizes(recipe, steps)[steps:]
+    return "-".join([mode, *map(str, further), *(["disturbed", f"{disturbed:+}"] if disturbed else [])])
 
 
-def _names(mine: store.Reader, theirs: store.Reader) -> list[str]:
-    names = theirs.names("model")
-    assert set(mine.names("model")) == set(names), "both sides have the same parameters"
-    return names
-
-
-def _relative(a: Tensor, b: Tensor) -> float:
-    """Norm of the difference divided by the norm of the reference, b. Infinite if only the reference is zero, or if a
-    norm is not finite."""
-    difference, size = (a.double() - b.double()).norm().item(), b.double().norm().item()
-    if difference == 0:
-        return 0.0
-    return difference / size if size and math.isfinite(difference / size) else math.inf
+def judge(report: Report, layout: Path, reference: Path, limits: Limits) -> None:
+    """Writes into the report how far a layout's side is from the reference."""
+    for key, rel in differences.between(layout, reference, bool(limits.own), limits.others):
+        setattr(report, key[0], getattr(report, key[0]).worse(limits.figure(key, rel)))
+    if odd := str(store.Reader(layout / differences.END, finite=False).meta["copies"]):
+        report.copies = Figure(math.inf, odd, 0.0)

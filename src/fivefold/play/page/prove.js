@@ -2,7 +2,8 @@
 import { button, copyable, el, field, fields, keep, lines, options, recipes, table, tell } from "./kit.js";
 import { player } from "./player.js";
 
-const NAMES = { loss: "Loss", gradients: "Gradients", grad_norm: "Gradient norm", weights: "Weights" };
+const NAMES = { loss: "Loss", gradients: "Gradients", grad_norm: "Gradient norm", weights: "Weights", gradient_scale: "Gradient scale",
+  moments: "Optimizer", auxiliary: "Other figures", validation: "Validation", copies: "Copies" };
 const IS = { runs: "Running.", ended: "It has ended without a result." };
 
 export async function show(root, api) {
@@ -12,7 +13,7 @@ export async function show(root, api) {
   const steps = el("input", { type: "number", value: 3, min: 1, max: 20 }), result = el("div");
   const set = fields(sets.join("\n"), "model.layers=2\ndata.source=stdlib");
   root.append(el("h1", {}, "Prove"), el("section", {}, el("h2", {}, "A layout against one process"),
-    el("p", { class: "lead" }, "Both train a few steps on the same batches. Losses, every gradient and every weight must be equal up to rounding."),
+    el("p", { class: "lead" }, "Both train a few steps on the same batches. Losses, every gradient, every weight and the optimizer's states must be equal up to rounding."),
     el("div", { class: "row" }, field("Recipe", recipe), field("Layout", layout), field("Precision", mode), field("Steps", steps),
       button("Prove", async () => {
         const words = layout.value.trim(), sets = lines(set);
@@ -35,7 +36,7 @@ export async function show(root, api) {
   function shown(report) {
     const quoted = sets.map((text) => ` --set '${text.replaceAll("'", "'\\''")}'`).join("");
     return el("div", {}, table(["", "Difference", "Allowed", "", "Largest at"], Object.entries(NAMES).map(([key, title]) => [title,
-      report[key].max_rel.toExponential(1), report.tolerance[key].toExponential(1), report[key].passed ? "ok" : "WRONG", report[key].worst])),
+      report[key].max_rel?.toExponential(1) ?? "not finite", report.tolerance[key].toExponential(1), report[key].passed ? "ok" : "WRONG", report[key].worst])),
     report.notes.map((note) => el("p", {}, `Note: ${note}`)),
     copyable(`fivefold verify ${of}${quoted}${given && ` --layout ${given}`} --steps ${report.steps} --mode ${report.mode}`, "The same in the terminal"));
   }
