@@ -23,7 +23,7 @@ from fivefold.errors import UserError, printable, several
 from fivefold.files import read_json, write_atomically
 from fivefold.launch.launchers import LAUNCH
 from fivefold.launch.local import Attempt, Outcome, as_error
-from fivefold.launch.verdict import STOPPED, Failure, unsaved
+from fivefold.launch.verdict import FINAL, STOPPED, Failure, unsaved
 from fivefold.observe.faults import add_restart
 from fivefold.observe.metrics import last_line
 from fivefold.recipe.resolve import nearest_layout
@@ -89,9 +89,8 @@ class Restarts:
         record(self.job.out, failure.kind, failure.text, following.world, wait_s)
         return wait_s, following
 
-    def conclude(self, outcome: Outcome, advice: Callable[[bool], str]) -> int | None:
-        """Returns the signal that stopped the run with everything saved, or None if it is complete. advice: what to do,
-        given whether memory ran out.
+    def conclude(self, outcome: Outcome, advice: Callable[[Failure], str]) -> int | None:
+        """Returns the signal that stopped the run with everything saved, or None if it is complete. advice: what to do.
 
         Raises:
             UserError, RankFailed: a rank failed for good.
@@ -101,7 +100,7 @@ class Restarts:
         if failure is None:
             return outcome.stopped
         saved, trained = newest(self.job.out), last_step(self.job.out)
-        if outcome.signal is not None and (failure.kind != "error" or trained > saved):
+        if outcome.signal is not None and (failure.kind not in FINAL or trained > saved):
             name = Signals(outcome.signal).name
             if trained <= saved:
                 print(f"stopped by {name}; nothing is lost: step {saved} is saved", file=sys.stderr)
@@ -112,7 +111,7 @@ class Restarts:
             )
             print(printable(line), file=sys.stderr)
             raise SystemExit(unsaved(outcome.signal))
-        more = "" if failure.kind == "error" else advice(failure.kind == "memory")
+        more = "" if failure.kind == "error" else advice(failure)
         if self.deaths > 1:
             more = (
                 f", after step {self.died_after}. The ranks died {self.deaths} times without a newer checkpoint, so "
