@@ -35,6 +35,7 @@ from fivefold.files.writing import (
     posts,
     remove,
     rename,
+    require_owned,
     stream,
     stream_on,
     writable,

@@ -20,7 +20,7 @@ from signal import Signals
 
 from fivefold.checkpoint import keep, store
 from fivefold.errors import UserError, printable, several
-from fivefold.files import read_json, write_atomically
+from fivefold.files import read_json, require_owned, write_atomically
 from fivefold.launch.launchers import LAUNCH
 from fivefold.launch.local import Attempt, Outcome, as_error
 from fivefold.launch.verdict import FINAL, STOPPED, Failure, unsaved
@@ -56,6 +56,7 @@ class Restarts:
     def again(self, failure: Failure | None) -> tuple[float, Attempt] | None:
         """Seconds to wait, and the next attempt; None when the budget is used up. Says so, and records it. failure:
         None: the ranks have left for others, which costs nothing."""
+        require_owned(self.job.out)  # else the ranks would begin anew, in a folder that nobody owns
         saved, died_after = newest(self.job.out), last_step(self.job.out)
         if failure is None:
             following = self.attempt(replace(self.job, resume=True))
@@ -93,12 +94,13 @@ class Restarts:
         """Returns the signal that stopped the run with everything saved, or None if it is complete. advice: what to do.
 
         Raises:
-            UserError, RankFailed: a rank failed for good.
+            UserError, RankFailed: a rank failed for good, or the run's folder is gone.
             SystemExit: a signal stopped the run, but not all could be saved.
         """
         failure = outcome.failure
         if failure is None:
             return outcome.stopped
+        require_owned(self.job.out)
         saved, trained = newest(self.job.out), last_step(self.job.out)
         if outcome.signal is not None and (failure.kind not in FINAL or trained > saved):
             name = Signals(outcome.signal).name

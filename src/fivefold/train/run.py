@@ -281,6 +281,7 @@ def _introduction(state: State, job: Job, ranks: Ranks, resumed: bool) -> Iterat
 def _conclude(hooks: RunHooks, complete: bool) -> bool:
     """Writes figures and the report. Returns True if a callback wanted the run to end here."""
     job, out, console = hooks.job, hooks.job.out, hooks.console
+    hooks.require_folder()
     with progress.phase("writing the report"):
         hooks.predicted.conclude(hooks.state.mesh, hooks.memory.peak)
         if hooks.ranks.first:
