@@ -105,7 +105,7 @@ def test_a_signal_says_nothing_untrue(text: Path, tmp_path: Path, ranks: int) ->
 def test_a_sweep_without_its_folder_ends(text: Path, tmp_path: Path) -> None:  # noqa: F811
     folder = tmp_path / "sweep"
     sets = [f"--set={one}" for one in recipe_of(text, "train.steps=300", "train.val_every=0")]
-    words = ["sweep", "quickstart", *sets, "--vary", "optim.lr=1e-3,2e-3,3e-3", f"--out={folder}"]
+    words = ["sweep", "quickstart", *sets, "--over", "optim.lr=1e-3,2e-3,3e-3", f"--out={folder}"]
     run = command(tmp_path / "log", *words)
     run.until(lambda: any(last_step(row) >= 3 for row in folder.glob("*") if row.is_dir()))
     removed(folder)

@@ -217,7 +217,7 @@ class Slots:
 
 class Elastic:
     """Attempts with as many ranks as there are slots for. attempt: makes one with a number of ranks. The job's recipe
-    has the layout that is asked for, and each attempt's the nearest to it (`recipe.fit`)."""
+    has the layout that is asked for, and each attempt's the nearest to it (`resolve.nearest_layout`)."""
 
     def __init__(self, job: Job, least: int, most: int, attempt: Callable[[int, Job], Attempt]):
         self.recipe, self.slots, self._attempt = job.recipe, Slots(job.out, least, most), attempt
