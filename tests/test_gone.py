@@ -61,7 +61,7 @@ def started(text: Path, tmp_path: Path, *more: str, ranks: int = 1) -> tuple[Lau
 @pytest.mark.parametrize(
     ("how", "ranks", "sets"),
     [
-        (removed, 1, ()),
+        (removed, 1, ("checkpoint.every=0",)),  # no save would notice
         *slow((removed, 2, ()), (renamed, 1, ()), (renamed, 2, ()), (replaced, 1, ()), (emptied, 2, ())),
         *slow((removed, 3, ("sync.method=server",))),
     ],

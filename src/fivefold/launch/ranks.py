@@ -353,18 +353,14 @@ def _run(
     except KeyboardInterrupt:
         return unsaved(signal.SIGINT)
     except Said as said:
-        code = said.code
+        (code,) = said.args
     except Exception as error:  # they have not met
         code = verdict.leave(*_kind_and_words(error))
     return code if interrupt.signal is None else unsaved(interrupt.signal)
 
 
 class Said(Exception):
-    """An error of a rank whose launcher has its words. code: to exit with."""
-
-    def __init__(self, code: int):
-        super().__init__(code)
-        self.code = code
+    """An error of a rank whose launcher has its words. Its argument: the code to exit with."""
 
 
 @contextmanager

@@ -43,9 +43,7 @@ class Recorder:
         for stage in state.parallel.stages:
             self._attach(stage)
         state.mesh.axis("run").barrier()
-        assert state.mesh.device.type == "cpu", (
-            "`Watch.follow` waits in another thread, which is no wait for NCCL's stream"
-        )
+        assert state.mesh.device.type == "cpu", "`Watch.follow` waits in a thread: no wait for NCCL's stream"
         self.watch = progress.watch = Watch()
         self.mark("other", "start")
 
