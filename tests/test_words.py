@@ -191,14 +191,14 @@ def test_torchrun_has_the_words_at_once(text: Path, tmp_path: Path, agents: int)
 
 
 def disturbed(where: str, at: Path, given: list[str]) -> None:
-    """`fivefold WORDS` whose rank 1 fails in its third forward, runs out of memory there, loops, or fails in its second
-    save, written at once or beside the steps."""
+    """`fivefold WORDS` whose rank 1 fails in a forward, runs out of memory there, loops, or fails in its first save,
+    written at once or beside the steps."""
     forward, write_part, calls = Block.forward, Writing.write_part, [0]
 
     def wrong(*given: Any, **named: Any) -> Any:
         calls[0] += 1
-        if calls[0] != (2 if where in ("save", "beside") else 12) or (found() or (0,))[0] != 1:
-            return (write_part if where in ("save", "beside") else forward)(*given, **named)
+        if calls[0] != (1 if where in SAVES else 12) or (found() or (0,))[0] != 1:
+            return (write_part if where in SAVES else forward)(*given, **named)
         note(at)
         if where == "memory":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -210,8 +210,11 @@ def disturbed(where: str, at: Path, given: list[str]) -> None:
         raise KeyError("of rank 1")
 
     dist.destroy_process_group = stuck
-    setattr(*((Writing, "write_part") if where in ("save", "beside") else (Block, "forward")), wrong)
+    setattr(*((Writing, "write_part") if where in SAVES else (Block, "forward")), wrong)
     main(given)
+
+
+SAVES = ("save", "beside")
 
 
 @pytest.mark.slow
@@ -241,7 +244,13 @@ def test_a_run_has_the_words_at_once(
 ) -> None:
     """An error that repeats ends the run at the second traceback, though restarts are left."""
     out, at = tmp_path / "run", tmp_path / "at"
-    more = ["train.steps=2000", "checkpoint.every=3", "train.val_every=0", "launch.restarts=5", *sets]
+    more = [
+        "train.steps=2000",
+        f"checkpoint.every={3 * (where in SAVES)}",
+        "train.val_every=0",
+        "launch.restarts=5",
+        *sets,
+    ]
     more += ["observe.memory_step=0", "observe.trace_step=0"]
     run = Launched(tmp_path / "log", disturbed, where, at, words(out, text, *more))
     if where == "beside":  # an alarm, and the run goes on
