@@ -37,7 +37,8 @@ FORWARD, BACKWARD = 0.06, 0.06  # seconds that a block sleeps
 MODEL = [
     "model.layers=8", "model.dim=192", "model.heads=6", "model.kv_heads=6", "model.ffn_dim=512", "model.seq_len=16",
     f"model.vocab_size={V}", "model.tie_embeddings=false", "train.global_batch_size=1", "train.microbatch_size=1",
-    "precision.mode=fp32", "optim.grad_clip=0", "observe.tracker=none", "sync.method=server",
+    "precision.mode=fp32", "optim.grad_clip=0", "faults.on_nonfinite=abort", "observe.tracker=none",
+    "sync.method=server",
     f"sync.order=priority:{PARTITION >> 10}KiB",
 ]  # fmt: skip
 

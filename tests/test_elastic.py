@@ -342,6 +342,7 @@ def test_ranks_leave_for_others(tmp_path: Path) -> None:
     """Slot 1 fails twice, so two ranks go on, on slots 0 and 2. When somebody says that three may run, they leave, and
     three go on."""
     (tmp_path / "bad").touch()
+    (tmp_path / ".lock").touch()  # the folder is owned
     run = Launched(tmp_path / "log", posted, tmp_path)
     run.until(lambda: (tmp_path / "dp=2 rank 0 on 0").exists() and (tmp_path / "dp=2 rank 1 on 2").exists())
     (tmp_path / "bad").unlink()

@@ -1,4 +1,4 @@
-"""PyTorch's private names are there, and do what `kernels/private.py` assumes."""
+"""PyTorch's private names are there, and do what `kernels/private.py` and `launch/private.py` assume."""
 
 import ast
 import re
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from launched import Launched
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -13,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fivefold.kernels import private
+from fivefold.launch.private import abort_groups
 from fivefold.launch.ranks import Ranks
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.zero import UnitMessages
@@ -203,6 +206,20 @@ def test_watched() -> None:
     assert not private.watched()
     with FakeTensorMode():
         assert private.watched()
+
+
+def aborted(folder: str) -> list[bool]:
+    """One rank, with a message that ended, before and after."""
+    store = dist.FileStore(f"{folder}/store", 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    dist.all_reduce(torch.ones(1), group=dist.new_group([0]))
+    before = dist.is_initialized()
+    abort_groups()
+    return [before, dist.is_initialized()]
+
+
+def test_abort(tmp_path: Path) -> None:
+    assert Launched(tmp_path / "log", aborted, str(tmp_path)).value() == [True, False]
 
 
 def test_private_names_stand_in_one_file() -> None:

@@ -41,12 +41,14 @@ from fivefold.parallel.link import Kind, Link, Note
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.parallelize import rounded_layers
 from fivefold.parallel.server import Shard
+from fivefold.parallel.worker import Exchange
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
 from fivefold.schedules.priority import Order
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.sync import Servers, Shares, messages, pieces, units
+from fivefold.step import step
 from fivefold.train import server_run
 from fivefold.train.job import Job
 from fivefold.train.run import run_rank
@@ -92,7 +94,11 @@ def rank_of_run(
     """A rank's part of a run. slow: what the last worker does when it reads batches, or in which moment of its third
     share it is killed (LEAVES); or what happens to the second server: it is killed ("server"), or its third update of
     each part leaves 1e8 in a "weight", or infinity in a "state". "poison": the last worker's gradients are not finite
-    from step 3 on."""
+    from step 3 on. "spill": in step 3 its gradient of the unit SPILLED has an infinity."""
+    if slow == "spill":
+        if rank == world - 1:
+            setattr(Exchange, "_push", _spilling(Exchange._push))  # noqa: B010, in a process that ends
+        slow = ""
     if slow in LEAVES:
         if rank < recipe.servers.count:
             _count_updates(rank, out)
@@ -212,6 +218,19 @@ def _poisoned(share_of: Any) -> Any:
     return poisoned
 
 
+SPILLED = 2
+
+
+def _spilling(push: Any) -> Any:
+    def spilling(exchange: Exchange, unit: int) -> None:
+        if exchange.step == 2 and unit == SPILLED:
+            for message in exchange._of_unit[unit][:1]:
+                exchange._up[message.number]._slices[0][0].view(-1)[0] = math.inf
+        push(exchange, unit)
+
+    return spilling
+
+
 LEAVES = {
     "in a push": (Kind.PUSHED, 1),
     "unsaid": (Kind.COMPUTED, 0),
@@ -293,6 +312,7 @@ def plain(recipe: Recipe, *sets: str) -> Recipe:
             [
                 "optim.name=momentum",
                 "optim.grad_clip=0",
+                "faults.on_nonfinite=abort",
                 "sync.order=priority:4KiB",
                 "train.microbatch_size=6",
             ],
@@ -300,7 +320,11 @@ def plain(recipe: Recipe, *sets: str) -> Recipe:
         pytest.param(1, ["sync.order=fifo"], marks=pytest.mark.slow),
         # one microbatch a worker: other sums would round some weights of 16 bits the other way
         pytest.param(2, ["precision.mode=bf16", "train.microbatch_size=6"], marks=pytest.mark.slow),
-        pytest.param(1, ["optim.grad_clip=0", "train.microbatch_size=3"], marks=pytest.mark.slow),
+        pytest.param(
+            1,
+            ["optim.grad_clip=0", "faults.on_nonfinite=abort", "train.microbatch_size=3"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_synchronous_equals_one_process(
@@ -314,6 +338,42 @@ def test_synchronous_equals_one_process(
     for key, rel in (("loss", 1e-6), ("grad_norm", 1e-5), ("val_loss", 1e-6), ("val_bits_per_byte", 1e-6)):
         assert lines(out, key) == pytest.approx(lines(reference, key), rel=rel), key
     assert_close_tensors(saved(out, 4), saved(reference, 4))
+
+
+@pytest.mark.parametrize("clip", [0, *slow(1)])
+def test_servers_skip_a_step_whole_or_not_at_all(
+    room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: int
+) -> None:
+    """An infinity in the gradient of one unit: no part of any unit changes, as in one process. Units whose gradients
+    were pushed before it would have changed otherwise."""
+    sets = ["train.steps=4", "sync.servers=2", "train.sample_every=0", f"optim.grad_clip={clip}"]
+    recipe, out, reference = served(room, 2, *sets), tmp_path / "run", tmp_path / "one"
+    assert processes(4, tmp_path, recipe, out, False, "spill") == [0, 0, 0, 0]
+    computed, name = step.forward_backward, units(card_of(recipe.model))[SPILLED][0]
+
+    def spilled(state: Any, *rest: Any) -> Any:
+        loss = computed(state, *rest)
+        if state.step == 2:
+            state.gradients()[name].view(-1)[0] = math.inf
+        return loss
+
+    monkeypatch.setattr(step, "forward_backward", spilled)
+    assert train_rank(0, 1, plain(recipe), reference) is None
+    assert lines(out, "nonfinite") == lines(reference, "nonfinite") == [1]
+    assert lines(out, "loss") == pytest.approx(lines(reference, "loss"), rel=1e-6)
+    assert_close_tensors(saved(out, 4), saved(reference, 4))
+
+
+@pytest.mark.slow
+def test_servers_that_do_not_judge_save_no_part_of_a_step(room: Path, tmp_path: Path) -> None:
+    """Each part changes as soon as it is there; so the run ends, and resumes from before the step."""
+    sets = ["train.steps=6", "checkpoint.every=1", "optim.grad_clip=0", "faults.on_nonfinite=abort"]
+    recipe = served(room, 2, "sync.servers=2", "train.sample_every=0", *sets)
+    assert not recipe.servers.judging
+    assert processes(4, tmp_path, recipe, tmp_path / "run", False, "spill") == [1, 1, 1, 1]
+    said = (tmp_path / "error-0").read_text()
+    assert "early updates may have used it. They are not saved. Resume from step 2" in said
+    assert store.step_in(store.latest(tmp_path / "run")) == 2
 
 
 def test_resumes_exactly_and_in_other_methods(room: Path, tmp_path: Path, pools) -> None:
@@ -693,6 +753,7 @@ def planned(*sets: str, layout: str = "dp=6", cluster: str = "h100:8") -> Any:
         "train.global_batch_size=48",
         "train.microbatch_size=4",
         "optim.grad_clip=0",
+        "faults.on_nonfinite=abort",
     ]
     recipe = load("quickstart", [*sizes, "sync.method=server", "sync.servers=2", *sets], layout)
     return predict(recipe, parse(cluster))
@@ -720,6 +781,7 @@ def test_the_planner_prices_servers() -> None:
     assert planned("optim.grad_clip=1.0").step.seconds > plan.step.seconds, (
         "no weight changes before the norm is known"
     )
+    assert planned("faults.on_nonfinite=skip").step.seconds > plan.step.seconds, "nor before it is judged"
     with pytest.raises(
         UserError, match=r"6 workers and sync.servers = 2 are 8 ranks, but there are 6\. Nearest valid: dp=4"
     ):

@@ -676,6 +676,7 @@ def test_restarts_wait_longer_each_time_and_end_at_the_same_traceback(tmp_path: 
         followed = [tried.again(failure) for failure in failures]
         return [one[0] if one else None for one in followed]
 
+    (tmp_path / ".lock").touch()  # the folder is owned
     killed = Failure(0, "killed", "rank 0 was killed")
     assert again(*[killed] * 9) == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
     first, second = (Failure(0, "error", "an error", f"ValueError: {word}") for word in ("this", "that"))

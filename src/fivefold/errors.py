@@ -103,6 +103,10 @@ class UserError(_Message, ValueError):
         self.problems = tuple(problems) or (problem(str(self)),)
 
 
+class MemoryRanOut(UserError):
+    """Memory ran out in a rank of our launcher, which adds the planner's advice: the last line is what it needs."""
+
+
 class BusyError(UserError):
     """Something outside of the recipe that may pass: a full disk, a folder in use, a host that does not answer yet.
     Launchers try again. The exit code is 74."""

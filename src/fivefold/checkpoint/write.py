@@ -253,7 +253,7 @@ POLL_S = 0.02
 
 
 class Background:
-    """One save on its way. `writing.begin` has been called, on all ranks.
+    """One save on its way. `Writing.begin` has been called, on all ranks.
 
     written: this rank's part is written, or failed. ended: the first rank has finished, too. error: why it failed.
     cancelled: once it is set, the first rank does not wait for the other ranks' parts any more.

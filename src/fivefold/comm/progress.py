@@ -190,7 +190,7 @@ class Progress:
         self.window.data += data_s
 
     def share(self) -> tuple[float, ...]:
-        """This rank's `sharding.seconds.SECONDS` per step since the last call."""
+        """This rank's `observe.faults.SECONDS` per step since the last call."""
         now, window, (sending, to) = perf_counter(), self.window, self.sending
         self.window, steps = Window(now), max(1, window.steps)
         passed = now - window.began - window.apart

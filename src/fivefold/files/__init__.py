@@ -37,6 +37,7 @@ from fivefold.files.writing import (
     posts,
     remove,
     rename,
+    require_owned,
     stream,
     stream_on,
     writable,

@@ -147,6 +147,10 @@ class Lines:
             self.error = str(error.strerror)
         watch("write", self.path)
 
+    def require(self) -> None:
+        """Raises UserError: nobody finds the lines any more."""
+        _require(self.path, os.fstat(self._file.fileno()))
+
     def flush(self) -> None:
         """Forces the lines to the disk. Closing did so already."""
         if self._file.closed:
@@ -343,6 +347,27 @@ def owned(folder: Path) -> Iterator[None]:
         yield
         with contextlib.suppress(OSError):
             f.truncate(0)
+
+
+def require_owned(folder: Path) -> None:
+    """Raises UserError: a folder that a process has made its own was removed or renamed since."""
+    _require(folder / LOCK)
+
+
+def _require(path: Path, own: os.stat_result | None = None) -> None:
+    """Raises UserError: there is no such file any more, or not this `own` one."""
+    try:
+        there = path.stat()
+        if own is None or os.path.samestat(there, own):
+            return
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError:  # a disk that does not answer now
+        return
+    raise UserError(
+        f"{path} was removed, renamed or replaced, perhaps with its folder. This ends, and writes nothing more there. "
+        "What was saved is lost, unless the folder has another name now"
+    )
 
 
 def _take(f: TextIO, folder: Path) -> None:

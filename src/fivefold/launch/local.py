@@ -121,9 +121,10 @@ def _write(work: Callable[[Ranks], dict[str, Any]], file: Path, ranks: Ranks) ->
 
 def as_error(failure: Failure, more: str = "") -> UserError | RankFailed:
     """The failure as an exception. more: text to add. A traceback is printed here."""
-    if failure.more:
+    if failure.more and failure.kind not in verdict.FINAL:
         print(f"rank {failure.rank} failed:\n{failure.more}", file=sys.stderr, flush=True)
-    kind = {"error": UserError, "busy": BusyError}.get(failure.kind, RankFailed)
+    kinds = {"error": UserError, "exhausted": UserError, "busy": BusyError}
+    kind = kinds.get(failure.kind, RankFailed)
     return kind(failure.text + more)
 
 
@@ -148,7 +149,7 @@ def launch(attempt: Attempt, fork: bool, again: Again = lambda failure: None) ->
             failure = outcome.failure
             if outcome.reform:
                 failure = None
-            elif failure is None or failure.kind == "error" or outcome.signal is not None:
+            elif failure is None or failure.kind in verdict.FINAL or outcome.signal is not None:
                 return outcome
             following = again(failure)
             if following is None:
@@ -347,7 +348,7 @@ class Supervisor:
 
     def _vital(self, rank: int) -> bool:
         """True if the end of this rank ends the others."""
-        return rank not in self.attempt.expendable or self._said(rank, "error")
+        return rank not in self.attempt.expendable or self._said(rank, *verdict.FINAL)
 
     def _kill(self, processes: dict[int, BaseProcess]) -> None:
         for rank, process in processes.items():

@@ -29,16 +29,18 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from fivefold.errors import PASSING, BusyError, CommunicationError, UserError
+from fivefold.errors import PASSING, BusyError, CommunicationError, MemoryRanOut, UserError
 from fivefold.files import NO_ROOM
 from fivefold.host import cores, gpus, machine_id
 from fivefold.launch import launchers, verdict
 from fivefold.launch.launchers import found, master
-from fivefold.launch.verdict import FAILED, Interrupt, stopping_signals, unsaved
+from fivefold.launch.private import abort_groups
+from fivefold.launch.verdict import DONE, FAILED, STOPPED, Interrupt, stopping_signals, unsaved
 
 STORE_FILE = "FIVEFOLD_STORE_FILE"  # set by launch/local.py for the ranks it starts
 SPARE_POLL_S = 1.0
 _FINISHED = "finished"  # a key of the store: the ranks that train have ended
+ABORT_S = 1.0  # for a backend to let go of its messages after an error
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,8 @@ def threads_of(local_world: int) -> int:
 def join(
     timeout_s: float = Ranks.timeout_s, meet_s: float = Ranks.timeout_s, members: int | None = None
 ) -> Iterator[Ranks]:
-    """Joins the process group of the launcher (if any) and leaves it at the end.
+    """Joins the process group of the launcher (if any) and leaves it at the end. After an error nothing waits for other
+    ranks: NCCL would, in `destroy_process_group`, and they may never come.
 
     timeout_s: seconds until a message fails. meet_s: seconds for which the ranks wait for each other. members: the
     ranks that train; the others are spare (`wait_as_spare`). None: all.
@@ -136,12 +139,26 @@ def join(
             if world > 1:
                 connect(None, device)
             yield ranks
+        except BaseException as error:
+            if world > 1 and verdict.FOLDER not in os.environ:  # a rank of our launcher ends now: see `end`
+                _abandon(error)
+            raise
         finally:
             if store is not None and rank == 0 and world < launched:
                 with suppress(RuntimeError):  # it has ended before
                     store.set(_FINISHED, "")
-            if world > 1:
-                dist.destroy_process_group()
+        if world > 1:
+            dist.destroy_process_group()
+
+
+def _abandon(error: BaseException) -> None:
+    """Frees the process groups after an error. A backend that does not let go within ABORT_S ends this process, with
+    the error's words."""
+    aborting = threading.Thread(target=abort_groups, daemon=True)
+    aborting.start()
+    aborting.join(ABORT_S)
+    if aborting.is_alive():
+        end(verdict.leave(*_kind_and_words(error)) if isinstance(error, Exception) else FAILED)
 
 
 def _meet(ranks: Ranks, launched: int, meet_s: float) -> dist.Store:
@@ -309,9 +326,9 @@ def run_rank(work: Callable[[Ranks], int | None], place: Place) -> None:
 
 
 def end(code: int) -> NoReturn:
-    """Ends this process. After a failure it ends at once: threads may still be inside the backend, and one that comes
+    """Ends this process. After an error it ends at once: threads may still be inside the backend, and one that comes
     back to an interpreter which is being torn down crashes the process."""
-    if code == FAILED:
+    if code not in (DONE, STOPPED):
         with suppress(OSError, ValueError, AttributeError):  # closed, or none
             sys.stdout.flush()
             sys.stderr.flush()
@@ -331,17 +348,49 @@ def _run(
     try:
         with join(timeout_s) as ranks:
             met.set()
-            stopped = work(ranks)
+            with words_first():
+                stopped = work(ranks)
             return verdict.leave("done") if stopped is None else verdict.leave("stopped", str(stopped))
     except KeyboardInterrupt:
         return unsaved(signal.SIGINT)
-    except Exception as error:
+    except Said as said:
+        (code,) = said.args
+    except Exception as error:  # they have not met
         code = verdict.leave(*_kind_and_words(error))
     return code if interrupt.signal is None else unsaved(interrupt.signal)
 
 
-def _kind_and_words(error: Exception) -> tuple[str, str]:
+class Said(Exception):
+    """An error of a rank whose launcher has its words. Its argument: the code to exit with."""
+
+
+@contextmanager
+def words_first() -> Iterator[None]:
+    """An error inside the block reaches the rank's launcher before what is around the block is closed, which may take
+    long. Another launcher reads no verdicts: there the error's first line is printed, but for a user's error, which
+    all ranks may have. Raises Said: this rank's launcher is ours."""
+    try:
+        yield
+    except Said:
+        raise
+    except Exception as error:
+        kind, words = _kind_and_words(error)
+        if verdict.FOLDER in os.environ:
+            raise Said(verdict.leave(kind, words)) from error
+        if found() and not isinstance(error, UserError):
+            verdict.leave(kind, words.partition("\n")[0])
+        raise
+
+
+def give_up(error: BaseException) -> NoReturn:
+    """Ends this rank by an error that a thread has met whom nobody waits for."""
+    os._exit(verdict.leave(*_kind_and_words(error)))
+
+
+def _kind_and_words(error: BaseException) -> tuple[str, str]:
     """The verdict of a rank that met this error."""
+    if isinstance(error, MemoryRanOut):
+        return "exhausted", str(error)
     if isinstance(error, UserError):
         return "busy" if isinstance(error, BusyError) else "error", str(error)
     if isinstance(error, CommunicationError):
@@ -350,7 +399,7 @@ def _kind_and_words(error: Exception) -> tuple[str, str]:
         words = f"{error.filename or 'the run'}: {error.strerror}"
         return "busy" if error.errno in PASSING else "error", words
     if verdict.lost(error):
-        return "lost", f"rank {os.environ['RANK']} lost another rank: {verdict.backend_words(error)}"
+        return "lost", f"rank {verdict.own_rank()} lost another rank: {verdict.backend_words(error)}"
     named = traceback.format_exception_only(error)[0].partition("\n")[0]
     return "failed", f"{named}\n{''.join(traceback.format_exception(error))}"
 

@@ -9,6 +9,7 @@ printed by a rank that only lost another one.
 | `done` | did its work |
 | `stopped` | was asked to stop, and has saved; the file holds the signal's number |
 | `error` | met an error of the user's, which trying again does not mend |
+| `exhausted` | met an allocator's error; the last line is what the planner needs for its advice |
 | `busy` | met a full disk, a folder in use or the like, which may pass |
 | `hung` | found that a message does not end; the file says which, and what rank is missing |
 | `failed` | raised an exception: a line that names it, then the traceback |
@@ -34,6 +35,7 @@ from typing import Self
 
 from fivefold.errors import printable, shortened
 from fivefold.files import own_word
+from fivefold.launch.launchers import found
 
 # Exit codes of `fivefold train`, of its ranks and of the other commands
 DONE = 0  # the last step was reached
@@ -48,11 +50,14 @@ CODES = {
     "done": 0,
     "stopped": STOPPED,
     "error": USER,
+    "exhausted": USER,
     "busy": BUSY,
     "hung": HUNG,
     "failed": FAILED,
     "lost": FAILED,
 }
+FINAL = ("error", "exhausted")
+"""Kinds that another start would not mend."""
 LONGEST_TEXT = 20_000
 """Characters of a rank's last words: a traceback."""
 SOONER_S = 0.5  # the launcher may see it that much after a survivor's message
@@ -63,18 +68,23 @@ _GONE = re.compile(
 )
 
 
+def own_rank() -> str:
+    """This rank's number."""
+    return os.environ.get("RANK") or str((found() or (0,))[0])
+
+
 def leave(kind: str, text: str = "") -> int:
     """Leaves this rank's verdict; returns the code to exit with. Without a launcher of ours the text is printed.
 
     It only writes a small file, so a watchdog's thread may call it while another one hangs."""
     assert kind in CODES, kind
     text = printable(shortened(text, LONGEST_TEXT))  # it quotes what others wrote
-    folder, rank = os.environ.get(FOLDER), os.environ.get("RANK", "0")
+    folder = os.environ.get(FOLDER)
     if folder is None:
         if text and kind not in ("done", "stopped"):
-            print(f"rank {rank}: {text}", file=sys.stderr, flush=True)
+            print(f"rank {own_rank()}: {text}", file=sys.stderr, flush=True)
         return CODES[kind]
-    path = Path(folder, f"{kind}-{rank}")
+    path = Path(folder, f"{kind}-{own_rank()}")
     temporary = path.with_name(f".{path.name}.{own_word()}")
     with suppress(OSError):  # the exit code says the kind, too
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
@@ -101,7 +111,7 @@ def get_on() -> None:
     moved_at = time.monotonic()
     if folder := os.environ.get(FOLDER):
         with suppress(OSError):
-            path = Path(folder, f"{MOVED}-{os.environ.get('RANK', '0')}")
+            path = Path(folder, f"{MOVED}-{own_rank()}")
             path.touch()
             _date(path)
 
@@ -125,7 +135,8 @@ def lost(error: BaseException) -> bool:
 @dataclass(frozen=True)
 class Failure:
     """What ended an attempt. rank: the one that failed first. kind: that of its file, or "killed" by a signal,
-    "memory": killed because memory ran out, or "ended" without a word. text: one message. more: a traceback."""
+    "memory": killed because memory ran out, or "ended" without a word. text: one message. more: a traceback, or the
+    last line of what is "exhausted"."""
 
     rank: int
     kind: str
@@ -148,9 +159,11 @@ def judge(
 ) -> Failure:
     """Names the failure of an attempt. ended: when (time.monotonic) and with which code each rank ended. killed: the
     ranks that the launcher killed. memory: the system has killed a process of ours because memory ran out."""
-    if errors := read(folder, "error"):
-        rank = min(errors)
-        return Failure(rank, "error", errors[rank])
+    for kind in FINAL:
+        if errors := read(folder, kind):
+            rank = min(errors)
+            text, _, held = errors[rank].rpartition("\n") if kind == "exhausted" else (errors[rank], "", "")
+            return Failure(rank, kind, text, held)
     first: list[tuple[float, int, str]] = []
     said = {kind: read(folder, kind) for kind in ("busy", "hung", "failed", "lost")}
     for kind in ("busy", "hung", "failed"):

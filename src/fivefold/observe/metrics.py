@@ -76,6 +76,10 @@ class MetricsWriter:
             problems.append(f"{self._file.path}: {self._file.error}; lines are kept and written later")
         return "; ".join(problems)
 
+    def require(self) -> None:
+        """Raises UserError: the file was removed or renamed, perhaps with the run's folder."""
+        self._file.require()
+
     def flush(self) -> None:
         """Forces the lines to the disk: a checkpoint that survives a power cut needs those before it."""
         self._file.flush()

@@ -11,10 +11,7 @@ Two threads serve each worker: one hears its notes, one waits for its data. So n
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
-import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +25,7 @@ from torch import Tensor
 from fivefold.comm import Axis, Started
 from fivefold.comm.progress import Named, progress
 from fivefold.errors import CommunicationError
+from fivefold.launch.ranks import give_up
 from fivefold.optim.scaling import clip_scale, sum_of_squares
 from fivefold.optim.updater import Updater, largest
 from fivefold.parallel.data import views
@@ -276,8 +274,7 @@ class Server:
         except BaseException as error:  # a mistake of ours
             self._fail(error)
             if self.norms.index:  # nobody waits for this server's events: all must see that it is gone
-                traceback.print_exception(error)
-                os.kill(os.getpid(), signal.SIGKILL)
+                give_up(error)
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
@@ -371,7 +368,7 @@ class Server:
                 shard.missing[part], found = len(self.links), self._steps[step]
                 square = shard.take(part, everyone)
                 found.squares[shard.message.number, part] = square
-                if not self.grad_clip:
+                if not self.servers.judging:
                     found.skipped += self._update(everyone, [(shard, part)], square, step, None)
                     found.updated += 1
                     self._lock.notify_all()
@@ -381,8 +378,8 @@ class Server:
         """Does what a share's end, or its last part, allows."""
         own = self._workers[worker]
         if self.servers.synchronous:
-            if self.grad_clip:
-                self._clip_together(step)
+            if self.servers.judging:
+                self._judge_together(step)
         elif own.computed and not own.lost and len(own.arrived) == self._all:
             self._apply(worker, own.computed)
 
@@ -396,7 +393,7 @@ class Server:
             shard.take(part, [worker])
         self._update([worker], arrived, square, note.first, scale)
 
-    def _clip_together(self, step: int) -> None:
+    def _judge_together(self, step: int) -> None:
         """Once everything has been pushed everywhere, all servers know the norm of the whole gradient."""
         found, computed = self._steps[step], [own.computed for own in self._workers]
         if len(found.squares) < self._all or found.updated:
@@ -406,7 +403,8 @@ class Server:
         square = self.norms.all_reduce(found.square)
         losses = torch.tensor([note.figures[0] for note in computed if note])
         judged = torch.where(losses.isfinite().all(), square, torch.nan)
-        scale, everyone = clip_scale(square.sqrt(), self.grad_clip), range(len(self.links))
+        scale = clip_scale(square.sqrt(), self.grad_clip) if self.grad_clip else None
+        everyone = range(len(self.links))
         every = [(shard, part) for shard in self.shards for part in range(len(shard.message.parts))]
         found.skipped += self._update(everyone, every, judged, step, scale)
         found.updated = self._all

@@ -216,7 +216,7 @@ def predict(
         validate(layout, cluster.devices, partial(allows, recipe))
     full, together = _together(recipe, cluster, software)
     if full.servers.count:
-        served = servers.service(together, full.servers, full.optim.grad_clip, full.precision.reduce)
+        served = servers.service(together, full.servers, full.precision.reduce)
         return Plan(together, servers.held(served), servers.step(served), service=served)
     s = apart(together, full.replica_groups)
     if (bytes := budget_of(s.layout.recompute)) is not None:

@@ -494,7 +494,7 @@ class Sections(Section):
     @property
     def servers(self) -> Servers:
         """The parameter servers of the run: none, unless replicas are workers."""
-        sync = self.sync
+        sync, judging = self.sync, self.faults.on_nonfinite == "skip" or self.optim.grad_clip > 0
         if sync.method != SERVER:
             return Servers()
-        return Servers(sync.servers, sync.staleness, Order.parse(sync.order))
+        return Servers(sync.servers, sync.staleness, Order.parse(sync.order), judging or sync.staleness != 0)

@@ -131,11 +131,13 @@ UNBOUNDED = -1
 
 @dataclass(frozen=True)
 class Servers:
-    """How `count` servers serve. staleness, order: as in `[sync]`."""
+    """How `count` servers serve. staleness, order: as in `[sync]`. judging: no weight changes before the whole gradient
+    is known; False where it may be neither clipped nor skipped."""
 
     count: int = 0
     staleness: int = 0
     order: Order = field(default_factory=Order)
+    judging: bool = True
 
     @property
     def synchronous(self) -> bool:

@@ -43,11 +43,12 @@ class Recorder:
         for stage in state.parallel.stages:
             self._attach(stage)
         state.mesh.axis("run").barrier()
+        assert state.mesh.device.type == "cpu", "`Watch.follow` waits in a thread: no wait for NCCL's stream"
         self.watch = progress.watch = Watch()
         self.mark("other", "start")
 
     def mark(self, kind: str, name: str) -> None:
-        """A computation begins. kind: one of `overlap.KINDS`."""
+        """A computation begins. kind: one of `timelines.KINDS`."""
         self.watch.during = f"{name} {kind}"
         self.marks.append((self.watch.clock(), kind, name))
 

@@ -93,19 +93,24 @@ def read_rollbacks(out: Path) -> dict[str, Any]:
     raise UserError(f"{path} is damaged: it says which data the run leaves out, so it cannot resume exactly")
 
 
+def _early(recipe: Recipe) -> bool:
+    """True if weights may change before their step is judged."""
+    return recipe.layout.early or not recipe.servers.judging
+
+
 def note(recipe: Recipe, figures: Mapping[str, Any]) -> str:
     """The line that the console says of a step; "" if nothing is wrong with it."""
     if not (kinds := found_in(figures)):
         return ""
     used = all(policy(recipe.faults, kind) == "tell" for kind in kinds)
     said = "; ".join(described(kind, figures) for kind in kinds)
-    act = "the update is used all the same" if used else UPDATED[recipe.layout.early]
+    act = "the update is used all the same" if used else UPDATED[_early(recipe)]
     return f"step {figures['step']}: {said}; {act}"
 
 
 def judged(recipe: Recipe, figures: Mapping[str, Any], skipped: int) -> Fault | None:
     """What ends the run as it is, if anything in a step's figures does. skipped: as in `step.Done`."""
-    step, faults, early = figures["step"], recipe.faults, recipe.layout.early
+    step, faults, early = figures["step"], recipe.faults, _early(recipe)
     if skipped >= MAX_SKIPPED and faults.on_nonfinite == "skip":
         diverged = (
             f"loss or gradient were not finite in {MAX_SKIPPED} steps in a row, up to step {step}: the run has "

@@ -103,7 +103,8 @@ class RunHooks:
         return self.ranks.first and self.saver.is_time()
 
     def begin_step(self, microbatches: list[Microbatch]) -> None:
-        """This rank's microbatches are there; the step is about to run."""
+        """This rank's microbatches are there; the step is about to run. Raises UserError: the run's folder is gone."""
+        self.require_folder()
         for instrument in self.instruments:
             instrument.begin_step(self.state, microbatches)
 
@@ -205,6 +206,7 @@ class RunHooks:
     def save(self, step: int, ends: bool, waits: bool = True) -> None:
         """Saves the state. ends: no step follows, so it is saved when this returns, or this raises UserError. waits: it
         is tried until it works."""
+        self.require_folder()
         with progress.phase("saving"):
             known = stream_states(self.job, step, self.state.left_out) if self.ranks.first else {}
             tokens = {"tokens": tokens_before(self.job.recipe, step)}
@@ -249,6 +251,11 @@ class RunHooks:
         """Says on the console and in the report what must not be missed."""
         self.console.alarm(f"step {step}: {text}")
         self._write({"step": step, "alarm": text})
+
+    def require_folder(self) -> None:
+        """Raises UserError: the run's folder was removed or renamed. Nothing makes it anew."""
+        if self.metrics is not None:
+            self.metrics.require()
 
     def flush(self) -> None:
         """Forces the metrics to the disk: a checkpoint that survives a power cut needs those before it."""

@@ -5,13 +5,22 @@ On a GPU PyTorch's allocator adds its own figures. That has not run on one.
 
 from __future__ import annotations
 
-from contextlib import suppress
+import gc
+import json
+import os
+import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from fivefold.errors import UserError
+from fivefold.errors import MemoryRanOut, UserError
 from fivefold.host import machine
+from fivefold.launch import verdict
+from fivefold.launch.ranks import Ranks
 from fivefold.observe.format import size
 from fivefold.plan.advice.explain import LESS, Remedy, remedies
 from fivefold.plan.memory.memory import sums
@@ -122,6 +131,13 @@ def advice(
     return lines
 
 
+def what_is_saved(job: Job, saved: str = "Nothing that was saved is lost") -> str:
+    """The line that ends the advice."""
+    there = (job.out / "checkpoints").exists()
+    resumes = f"Resume with a change: {job.resume_command}" if there else "There is no checkpoint yet."
+    return f"{saved}. {resumes}"
+
+
 def _parts(plan: Plan, held: tuple[int, dict[str, int]] | None) -> list[str]:
     """A table of planned bytes by category, beside those that the rank held."""
     worst = max(range(len(plan.memory)), key=lambda i: plan.memory[i].total)
@@ -135,3 +151,54 @@ def _parts(plan: Plan, held: tuple[int, dict[str, int]] | None) -> list[str]:
     rows.append(("all tensors", rank.total, now.get("total", "")))
     lines = [f"  {words:28}{size(bytes):>10}  {text}".rstrip() for words, bytes, text in rows]
     return [f"{'Tensors of a rank:':30}{'planned':>10}{'  held then' if now else ''}", *lines]
+
+
+_ASKED = re.compile(r"tried to allocate (\d+) bytes|Tried to allocate ([\d.]+ [KMG]iB)")
+
+
+@contextmanager
+def explains_memory(job: Job, ranks: Ranks, base: int) -> Iterator[list[Any]]:
+    """Turns an allocator's error into one message that says what held the memory and what to do; our launcher, which
+    has memory, adds that. Saves what is trained, if this rank has all of it and no update was under way. Yields a list
+    for the hooks of the rank's loop. base: bytes that count before it has tensors. Raises UserError: memory ran out."""
+    running, held = list[Any](), None
+    try:
+        yield running
+    except (MemoryError, RuntimeError, OSError) as error:
+        if not out_of_memory(error):
+            raise
+        where = "before the first step"
+        for hooks in running:
+            step = hooks.state.step
+            where = f"in {'the update of ' if hooks.inspected == step else ''}step {step + 1}"
+        lines = [f"rank {ranks.rank} ran out of memory {where}"]
+        if asked := _ASKED.search(str(error)):
+            lines[0] += f", asking for {size(int(asked[1])) if asked[1] else asked[2]} more"
+        try:  # the error's frames still hold the step's tensors
+            lines += allocator(ranks.device) if ranks.device.type == "cuda" else []
+            held = held_by(running[0].state) if running else None
+        except Exception as another:
+            lines.append(f"(what held it is not known: {another})")
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+    else:
+        return
+    if verdict.FOLDER in os.environ:
+        raise MemoryRanOut("\n".join([*lines, json.dumps([base, held])])) from None
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    saved = "Nothing that was saved is lost"
+    for hooks in running:
+        step = hooks.state.step
+        alone = ranks.local_world == 1 and hooks.state.mesh.axis("run").size == 1
+        if alone and hooks.inspected != step:  # in an update no consistent state can be saved
+            saved = f"Step {step} could not be saved"
+            with suppress(Exception):
+                hooks.save(step, ends=True, waits=False)
+                saved = f"Step {step} is saved"
+    try:
+        lines += advice(job, ranks.local_world, base, held)
+    except (MemoryError, RuntimeError, OSError) as another:
+        lines.append(f"(no memory is left for the planner's advice: {another or NO_MEMORY[0]})")
+    raise UserError("\n".join([*lines, *([what_is_saved(job, saved)] if running else [])])) from None

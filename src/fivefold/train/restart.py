@@ -20,10 +20,10 @@ from signal import Signals
 
 from fivefold.checkpoint import keep, store
 from fivefold.errors import UserError, printable, several
-from fivefold.files import read_json, write_atomically
+from fivefold.files import read_json, require_owned, write_atomically
 from fivefold.launch.launchers import LAUNCH
 from fivefold.launch.local import Attempt, Outcome, as_error
-from fivefold.launch.verdict import STOPPED, Failure, unsaved
+from fivefold.launch.verdict import FINAL, STOPPED, Failure, unsaved
 from fivefold.observe.faults import add_restart
 from fivefold.observe.metrics import last_line
 from fivefold.recipe.resolve import nearest_layout
@@ -56,6 +56,7 @@ class Restarts:
     def again(self, failure: Failure | None) -> tuple[float, Attempt] | None:
         """Seconds to wait, and the next attempt; None when the budget is used up. Says so, and records it. failure:
         None: the ranks have left for others, which costs nothing."""
+        require_owned(self.job.out)  # else the ranks would begin anew, in a folder that nobody owns
         saved, died_after = newest(self.job.out), last_step(self.job.out)
         if failure is None:
             following = self.attempt(replace(self.job, resume=True))
@@ -89,19 +90,19 @@ class Restarts:
         record(self.job.out, failure.kind, failure.text, following.world, wait_s)
         return wait_s, following
 
-    def conclude(self, outcome: Outcome, advice: Callable[[bool], str]) -> int | None:
-        """Returns the signal that stopped the run with everything saved, or None if it is complete. advice: what to do,
-        given whether memory ran out.
+    def conclude(self, outcome: Outcome, advice: Callable[[Failure], str]) -> int | None:
+        """Returns the signal that stopped the run with everything saved, or None if it is complete. advice: what to do.
 
         Raises:
-            UserError, RankFailed: a rank failed for good.
+            UserError, RankFailed: a rank failed for good, or the run's folder is gone.
             SystemExit: a signal stopped the run, but not all could be saved.
         """
         failure = outcome.failure
         if failure is None:
             return outcome.stopped
+        require_owned(self.job.out)
         saved, trained = newest(self.job.out), last_step(self.job.out)
-        if outcome.signal is not None and (failure.kind != "error" or trained > saved):
+        if outcome.signal is not None and (failure.kind not in FINAL or trained > saved):
             name = Signals(outcome.signal).name
             if trained <= saved:
                 print(f"stopped by {name}; nothing is lost: step {saved} is saved", file=sys.stderr)
@@ -110,7 +111,7 @@ class Restarts:
             line = f"stopped by {name}, but not saved: {failure.text}. {there}; {trained} were trained"
             print(printable(line), file=sys.stderr)
             raise SystemExit(unsaved(outcome.signal))
-        more = "" if failure.kind == "error" else advice(failure.kind == "memory")
+        more = "" if failure.kind == "error" else advice(failure)
         if self.deaths > 1:
             more = (
                 f", after step {self.died_after}. The ranks died {self.deaths} times without a newer checkpoint, so "
@@ -214,7 +215,7 @@ class Slots:
 
 class Elastic:
     """Attempts with as many ranks as there are slots for. attempt: makes one with a number of ranks. The job's recipe
-    has the layout that is asked for, and each attempt's the nearest to it (`recipe.fit`)."""
+    has the layout that is asked for, and each attempt's the nearest to it (`resolve.nearest_layout`)."""
 
     def __init__(self, job: Job, least: int, most: int, attempt: Callable[[int, Job], Attempt]):
         self.recipe, self.slots, self._attempt = job.recipe, Slots(job.out, least, most), attempt

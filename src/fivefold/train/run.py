@@ -3,15 +3,12 @@ fault, reports."""
 
 from __future__ import annotations
 
-import gc
 import json
 import os
-import re
 import shlex
 import sys
-import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +26,12 @@ from fivefold.files import guard, make_folder, write_atomically
 from fivefold.host import gpus, machine
 from fivefold.host.machine import describe, untried_torch
 from fivefold.kernels import native
-from fivefold.launch.ranks import Ranks
+from fivefold.launch.ranks import Ranks, words_first
 from fivefold.launch.verdict import Interrupt
 from fivefold.models.card import card_of
 from fivefold.observe import prediction
 from fivefold.observe.console import Console
 from fivefold.observe.faults import ROLLBACK, restart_figures
-from fivefold.observe.format import size
 from fivefold.observe.metrics import MetricsWriter, read_metrics
 from fivefold.observe.report import write_report
 from fivefold.observe.summary import summarize
@@ -49,7 +45,7 @@ from fivefold.train.faults import ROLLBACKS, Fault, goes_back, read_rollbacks
 from fivefold.train.hooks import RunHooks
 from fivefold.train.job import Job, shared, tokenizer_to_keep, write_initial
 from fivefold.train.loop import train_loop
-from fivefold.train.out_of_memory import advice, allocator, foreseen, held_by, out_of_memory
+from fivefold.train.out_of_memory import explains_memory, foreseen
 from fivefold.train.prediction import Prediction
 from fivefold.train.resume import load_initial, load_newest, rate_jump, resume
 from fivefold.train.self_test import settle
@@ -63,7 +59,7 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
     guard(job.out, look=False)  # a spawned rank does not know that the launcher did
     limit = machine.limit()
     base = limit.held if limit else 0  # bytes that count before this rank has tensors
-    with _explains_memory(job, ranks, base) as running, ExitStack() as stack:
+    with ExitStack() as stack, words_first(), explains_memory(job, ranks, base) as running:
         stack.callback(native.hold, None)
         message = "stopping: finishing the steps under way, then saving" if ranks.first else ""
         interrupt = stack.enter_context(Interrupt(message))
@@ -288,6 +284,7 @@ def _introduction(state: State, job: Job, ranks: Ranks, resumed: bool) -> Iterat
 def _conclude(hooks: RunHooks, complete: bool) -> bool:
     """Writes figures and the report. Returns True if a callback wanted the run to end here."""
     job, out, console = hooks.job, hooks.job.out, hooks.console
+    hooks.require_folder()
     with progress.phase("writing the report"):
         hooks.predicted.conclude(hooks.state.mesh, hooks.memory.peak)
         if hooks.ranks.first:
@@ -321,51 +318,3 @@ def _next_commands(job: Job) -> list[str]:
         prompt = shlex.quote(job.recipe.train.sample_prompt or "The ")
         commands.insert(0, f"fivefold generate {job.out} --prompt {prompt}")
     return commands
-
-
-_ASKED = re.compile(r"tried to allocate (\d+) bytes|Tried to allocate ([\d.]+ [KMG]iB)")
-
-
-@contextmanager
-def _explains_memory(job: Job, ranks: Ranks, base: int) -> Iterator[list[RunHooks]]:
-    """Turns an allocator's error into one message that says what held the memory and what to do. Saves what is trained,
-    if this rank has all of it and no update was under way. Yields a list for the hooks of the rank's loop. base: bytes
-    that count before it has tensors. Raises UserError: memory ran out."""
-    running, held = list[RunHooks](), None
-    try:
-        yield running
-    except (MemoryError, RuntimeError, OSError) as error:
-        if not out_of_memory(error):
-            raise
-        where = "before the first step"
-        for hooks in running:
-            step = hooks.state.step
-            where = f"in {'the update of ' if hooks.inspected == step else ''}step {step + 1}"
-        lines = [f"rank {ranks.rank} ran out of memory {where}"]
-        if asked := _ASKED.search(str(error)):
-            lines[0] += f", asking for {size(int(asked[1])) if asked[1] else asked[2]} more"
-        try:  # the error's frames still hold the step's tensors
-            lines += allocator(ranks.device) if ranks.device.type == "cuda" else []
-            held = held_by(running[0].state) if running else None
-        except Exception as another:
-            lines.append(f"(what held it is not known: {another})")
-        traceback.clear_frames(error.__traceback__)
-        error.__traceback__ = None
-    else:
-        return
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    lines += advice(job, ranks.local_world, base, held)
-    for hooks in running:
-        step, saved = hooks.state.step, "Nothing that was saved is lost"
-        alone = ranks.local_world == 1 and hooks.state.mesh.axis("run").size == 1
-        if alone and hooks.inspected != step:  # in an update no consistent state can be saved
-            saved = f"Step {step} could not be saved"
-            with suppress(Exception):
-                hooks.save(step, ends=True, waits=False)
-                saved = f"Step {step} is saved"
-        there = (job.out / "checkpoints").exists()
-        resumes = f"Resume with a change: {job.resume_command}" if there else "There is no checkpoint yet."
-        lines.append(f"{saved}. {resumes}")
-    raise UserError("\n".join(lines)) from None

@@ -193,6 +193,7 @@ class ServerHooks(RunHooks):
             axis = state.mesh.axis("run")
             figures = self.server.finished(state.step, axis.timeout_s)
             square, bad = axis.all_reduce(torch.tensor(figures, dtype=torch.float64)).tolist()
+            bad += loss - loss != 0  # servers that do not judge together do not look at it
             norm, updates = square**0.5, float(not bad)
         state.set_counts(int(state.updates + updates), state.skipped + 1 if bad else 0)
         lr = rate(recipe.optim, state.step, recipe.train.steps or 0)

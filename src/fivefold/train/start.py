@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from contextlib import ExitStack, nullcontext
@@ -32,7 +33,7 @@ from fivefold.launch import ranks as ranks_
 from fivefold.launch import verdict
 from fivefold.launch.launchers import LAUNCH, may_be_again, restarted_by
 from fivefold.launch.local import Attempt, launch
-from fivefold.launch.verdict import STOPPED, Interrupt, Leaving, run_complete, unsaved
+from fivefold.launch.verdict import STOPPED, Failure, Interrupt, Leaving, run_complete, unsaved
 from fivefold.models.card import card_of
 from fivefold.models.custom import CustomModel, ModuleCard
 from fivefold.models.recomputation import budget_of
@@ -49,7 +50,7 @@ from fivefold.sharding.tiers import OFFLOADS
 from fivefold.step.custom import custom_model, try_out
 from fivefold.step.state import compute_mode
 from fivefold.train.job import BatchSource, Job, initial
-from fivefold.train.out_of_memory import advice
+from fivefold.train.out_of_memory import advice, what_is_saved
 from fivefold.train.prediction import add_exact
 from fivefold.train.restart import Elastic, Restarts, go_back_once, grace_s, newest, record
 from fivefold.train.run import run_rank
@@ -237,8 +238,11 @@ def _run_local(job: Job, world: int, span: tuple[int, int] | None, fork: bool) -
         restarts = Restarts(job, partial(_attempt, world))
     outcome = launch(restarts.attempt(job), fork, restarts.again)
 
-    def what_to_do(out_of_memory: bool) -> str:
-        lines = "\n".join(["", *advice(job, world)]) if out_of_memory else ""
+    def what_to_do(failure: Failure) -> str:
+        if failure.kind == "exhausted":
+            base, held = json.loads(failure.more)
+            return "\n".join(["", *advice(job, world, base, held), what_is_saved(job)])
+        lines = "\n".join(["", *advice(job, world)]) if failure.kind == "memory" else ""
         resume = f". Resume from the last checkpoint with: {job.resume_command}"
         return lines + resume if newest(job.out) else lines
 

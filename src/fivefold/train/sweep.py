@@ -26,7 +26,7 @@ import torch
 from fivefold.data import DataSet
 from fivefold.data.dataset import amounts, require_enough, seen
 from fivefold.errors import BusyError, CheckFailed, CommunicationError, RankFailed, UserError, printable
-from fivefold.files import guard, make_folder, open_file, owned, stream
+from fivefold.files import guard, make_folder, open_file, owned, require_owned, stream
 from fivefold.host import cores
 from fivefold.launch.local import Signals
 from fivefold.launch.ranks import found
@@ -150,6 +150,7 @@ class _Runs:
                     process.join()
                     self.free.append(place)
                     self._ended(row, process.exitcode, time.monotonic() - began)
+                    require_owned(self.folder)
                     table.write(self.folder, self.sweep)
         finally:
             for process in self.running:  # an error here: the runs save

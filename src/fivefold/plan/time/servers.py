@@ -26,12 +26,11 @@ from fivefold.sharding.sync import Servers, messages, units
 class Service:
     """What servers add to a setting, whose layout is that of all workers.
 
-    worker: the setting of one worker. clips: gradients are clipped. pushed: bytes per gradient on its way."""
+    worker: the setting of one worker. pushed: bytes per gradient on its way."""
 
     servers: Servers
     worker: Setting
     workers: int
-    clips: bool
     pushed: float
 
     @property
@@ -63,12 +62,12 @@ class Service:
         return {"servers": round(most)}
 
 
-def service(whole: Setting, servers: Servers, grad_clip: float, reduce: str) -> Service:
+def service(whole: Setting, servers: Servers, reduce: str) -> Service:
     """whole: the setting of all workers."""
     workers = whole.layout.ranks
     alone = replace(whole.layout, dp_replicate=1)
     worker = replace(whole, layout=alone, cluster=whole.cluster.for_ranks(workers + servers.count))
-    return Service(servers, worker, workers, grad_clip > 0, DTYPES[reduce].bytes)
+    return Service(servers, worker, workers, DTYPES[reduce].bytes)
 
 
 def line(s: Service) -> Line:
@@ -85,12 +84,12 @@ def line(s: Service) -> Line:
     moved += s.worker.software.check_traffic(cluster.on_cpu)
     moved += s.workers * s.pushed if s.servers.synchronous else s.pushed
     update = stream(elements * moved, cluster.device, "optimizer", s.worker.dtype) / size
-    if s.clips:
+    if s.servers.judging:
         update /= s.servers.count
     return Line(
         up=1 / per_byte, down=1 / per_byte, latency=latency, update=update,
         partition=size,
-        together=s.clips, order=s.servers.order.name,
+        together=s.servers.judging, order=s.servers.order.name,
     )  # fmt: skip
 
 
