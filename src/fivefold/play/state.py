@@ -26,7 +26,7 @@ from starlette.routing import Route
 from fivefold.data import talk
 from fivefold.data.sources import TOKENS, Source, find
 from fivefold.errors import CheckFailed, UserError, did_you_mean, printable
-from fivefold.files import guard, in_use
+from fivefold.files import UNOPENED, guard, in_use
 from fivefold.observe.metrics import FILE, last_line
 from fivefold.observe.report import run_recipe
 from fivefold.play.commands import Commands
@@ -130,8 +130,9 @@ class State:
 
 
 def _links(folder: Path) -> Iterator[Path]:
-    """All links below a folder."""
+    """All links below a folder, in what is opened there."""
     for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in UNOPENED or Path(place, name).is_symlink()]
         yield from (one for name in (*folders, *names) if (one := Path(place, name)).is_symlink())
 
 
