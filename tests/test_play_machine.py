@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 import pytest
+from patience import PATIENCE
 from playing import Play, playing
 
 from fivefold.errors import UserError
@@ -354,7 +355,7 @@ def test_a_command_ends_with_all_that_it_started(
         third.result()
     with pytest.raises(UserError, match="the server ends"):
         commands.start("machine", ["d"])
-    until = time.monotonic() + 20
+    until = time.monotonic() + 20 * PATIENCE
     while not all(map(gone, children)):  # killed, which a busy machine takes a moment for
         assert time.monotonic() < until
         time.sleep(0.01)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from observe_run import make_run
+from patience import PATIENCE
 from playing import TOKEN, Play, playing
 from typer.testing import CliRunner
 
@@ -94,7 +95,7 @@ def test_other_hosts_are_refused(play: Play) -> None:
                  "", ":", "10.0.0.1", socket.gethostname()):  # fmt: skip
         code, _, text = play.ask("/api/parts", Cookie=play.cookie, Host=host)
         assert (code, b"parts" in text) == (403, False), host
-    with socket.create_connection((server_.ADDRESS, play.port), timeout=10) as line:
+    with socket.create_connection((server_.ADDRESS, play.port), timeout=10 * PATIENCE) as line:
         line.sendall(
             f"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\nCookie: {play.cookie}\r\n\r\n".encode()
         )
@@ -229,7 +230,7 @@ def test_what_a_run_does(tmp_path: Path) -> None:
 def test_bodies_are_limited(play: Play) -> None:
     headers = {"Cookie": play.cookie, "Origin": play.origin}
     for body in (b"x" * ((1 << 20) + 1), [b"y" * (1 << 19)] * 4):
-        line = http.client.HTTPConnection(server_.ADDRESS, play.port, timeout=20)
+        line = http.client.HTTPConnection(server_.ADDRESS, play.port, timeout=20 * PATIENCE)
         line.request("POST", "/api/train/start", iter(body) if isinstance(body, list) else body, headers)
         assert line.getresponse().status in (404, 413)
         line.close()
@@ -379,7 +380,7 @@ def test_a_job_that_cannot_be_started_says_why_once(tmp_path: Path, monkeypatch:
     monkeypatch.chdir("/")
     jobs.start_next()
     for child in jobs._children:
-        child.wait(20)
+        child.wait(20 * PATIENCE)
     assert jobs.said(tmp_path / "sweep" / "a") == str(tmp_path)
     assert "cannot be started: " in jobs.said(tmp_path / "a")
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import observe_browser
 import pytest
 from commands import REPO
+from patience import PATIENCE
 
 PROGRAM = observe_browser.find()
 SITE = REPO / "build" / "site"
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def browser() -> Iterator[observe_browser.Browser]:
     assert PROGRAM
-    with observe_browser.Browser(PROGRAM, timeout=60) as found:
+    with observe_browser.Browser(PROGRAM, timeout=60 * PATIENCE) as found:
         yield found
 
 
@@ -63,7 +64,7 @@ def test_the_search_of_a_site_opened_as_files(browser: observe_browser.Browser) 
     browser.evaluate("document.querySelector('[data-md-component=search-query]').focus()")
     browser.call("Input.insertText", text="DeepSeek")
     links = "[...document.querySelectorAll('.md-search-result__link')].map(e => e.href)"
-    end = time.monotonic() + 60
+    end = time.monotonic() + 60 * PATIENCE
     while not (found := browser.evaluate(links)):
         assert time.monotonic() < end, browser.errors
         time.sleep(0.1)

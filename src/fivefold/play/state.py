@@ -210,7 +210,9 @@ async def _called(function: Callable[..., Any], *given: Any) -> tuple[Any, int]:
     """What a function returns, called in a thread, and 200; or what is wrong, and 400."""
     try:
         return await to_thread.run_sync(function, *given), 200
-    except (UserError, CheckFailed) as error:
+    except UserError as error:
+        return {"error": str(error), "key": error.problems[0].key}, 400
+    except CheckFailed as error:
         return {"error": str(error)}, 400
     except OSError as error:
         return {"error": printable(f"{error.filename or 'this machine'}: {error.strerror}")}, 400

@@ -128,7 +128,7 @@ def _changes(given: Params) -> tuple[list[str], str | None]:
             f"set: at most {MOST_SETS} texts section.key=value; layout: a text. {LONGEST} characters each"
         )
     if wrong := next((text for text in sets if text.startswith("-") or "=" not in text), None):
-        raise UserError(f"'{wrong}' must have the form section.key=value")
+        raise UserError(f"set: '{wrong}' must have the form section.key=value")
     return sets, layout
 
 

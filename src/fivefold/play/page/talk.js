@@ -15,7 +15,7 @@ export async function show(root, api) {
     runs.map(({ name }) => el("option", { value: name, selected: name === api.place[0] }, `${name}`)));
   const step = el("select", { onchange: () => restart() });
   const number = (value, more) => el("input", { type: "number", value, required: true, ...more });
-  const temperature = number(0.8, { min: 0, max: 5, step: 0.1 }), most = number(200, { min: 1, max: 10000 }), seed = number(0, { min: 0 });
+  const temperature = number(0.8, { name: "temperature", min: 0, max: 5, step: 0.1 }), most = number(200, { name: "max_tokens", min: 1, max: 10000 }), seed = number(0, { name: "seed", min: 0 });
   const system = el("input", { placeholder: "Answer in one sentence." }), systemField = field("System message", system);
   const note = el("p", { class: "lead" }), said = el("div", { class: "said", tabindex: 0, role: "log", "aria-label": "Text" });
   const words = el("textarea", { rows: 2, onkeydown: (event) => {

@@ -58,7 +58,7 @@ export async function show(root, api) {
 async function starter(api, started, given) {
   const { recipes: words, families } = await api.get("train/recipes");
   const recipe = recipes(families, given?.recipe ?? "quickstart"), about = el("small", {});
-  const layout = el("input", { placeholder: "as in the recipe", size: 24, spellcheck: "false", value: given?.layout });
+  const layout = el("input", { name: "layout", placeholder: "as in the recipe", size: 24, spellcheck: "false", value: given?.layout });
   const set = fields(given?.sets, "train.steps=300\ndata.source=my_texts/");
   const timed = el("input", { type: "checkbox", checked: true });
   const say = () => { about.textContent = words[recipe.value] ?? ""; };
@@ -152,7 +152,7 @@ function watch(root, api, name) {
     [each_rank.hidden, no_rank.hidden] = [!ranks.length, Boolean(ranks.length)];
   }
 
-  const layout = el("input", { "aria-label": "Another layout", size: 12, spellcheck: "false" });
+  const layout = el("input", { name: "layout", "aria-label": "Another layout", size: 12, spellcheck: "false" });
   const pause = button("Pause", async () => {
     await api.post("train/stop", { run: name });
     tell("It finishes its step, saves and ends");
