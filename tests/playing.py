@@ -67,11 +67,11 @@ class Play:
 
 
 @contextmanager
-def playing(*folders: Path, host: str = ADDRESS, jobs: bool = False) -> Iterator[Play]:
-    """Serves these folders. jobs: starts those that wait."""
+def playing(*folders: Path, host: str = ADDRESS, jobs: bool = False, **limits: float) -> Iterator[Play]:
+    """Serves these folders. jobs: starts those that wait. limits: of connections."""
     line, stop = listen(ADDRESS, 0), threading.Event()
     app = make_app(folders, TOKEN, host)
-    server = Server(app)
+    server = Server(app, **limits)
     threads = [threading.Thread(target=server.run, args=([line],), daemon=True)]
     threads += [threading.Thread(target=app.state.jobs.follow, args=(stop,), daemon=True)] * jobs
     for thread in threads:
