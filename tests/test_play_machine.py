@@ -291,8 +291,8 @@ def test_no_move_leads_to_a_file(play: Play) -> None:
 def test_a_machine_without_a_table_can_be_measured(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "load", lambda: None)
     found = ask(play, cluster="local:2")
-    assert found["measure"]
-    assert "not been measured" in found["problem"]
+    assert (found["measure"], found["problem"]) == (True, "")
+    assert found["fits"]
     there = ask(play, move="device", to="local")
     assert there["measure"]
     assert there["position"]["cluster"] == "local:2"
