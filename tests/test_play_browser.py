@@ -274,7 +274,7 @@ def test_the_field_that_is_wrong_is_marked(
     dark = len(value) % 2 == 0
     show(browser, play, part, 390 if dark else 1280, dark)
     if part == "train":
-        until(browser, "document.querySelector('.starter option')")
+        until(browser, "document.querySelector('.starter option') && document.querySelector('.head .lead')")
         browser.evaluate("document.querySelector('.starter').closest('details').open = true")
     give(browser, label, value)
     press(browser, action)

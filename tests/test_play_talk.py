@@ -16,7 +16,7 @@ from test_chat import make_run
 
 from fivefold.checkpoint import store, write
 from fivefold.play.talk import KINDS, LIKELIEST, MOST_TEXT, Talker
-from fivefold.train.generate import BASE, Sampling, generate_text, open_run
+from fivefold.train.generate import Sampling, generate_text, open_run
 
 HOSTILE = "<img src=x onerror=alert(1)> \x1b[31m {{ 7 * 7 }} ' \" </script>\n"
 
@@ -62,7 +62,7 @@ def test_a_text_is_continued_as_the_command_does(play: Play, folder: Path) -> No
         str(folder / n) for n in ("base", "plain", "empty")
     }
     [about, end] = ask(play, run=run)
-    assert about["about"] == {"step": 1, "steps": [0, 1], "chat": False, "context": 64, "note": BASE}
+    assert about["about"] == {"step": 1, "steps": [0, 1], "chat": False, "context": 64}
     assert end == {"end": "complete"}
     module, recipe, tokenizer = open_run(folder / "base", checkpoint=store.chosen(folder / "base", 0))
     assert tokenizer is not None
@@ -91,7 +91,7 @@ def test_a_text_is_continued_as_the_command_does(play: Play, folder: Path) -> No
 def test_a_conversation_goes_on(play: Play, folder: Path) -> None:
     given = {"run": str(folder / "plain"), "step": 0, "max_tokens": 8, "system": "Be kind."}
     about, *pieces, _ = ask(play, **given, text="Hello")
-    assert (about["about"]["chat"], about["about"]["note"]) == (True, "")
+    assert about["about"]["chat"]
     answer = "".join(piece["text"] for piece in pieces)
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": answer}]
     _, *again, _ = ask(play, **given, text="Hello")

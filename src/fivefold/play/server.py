@@ -43,15 +43,15 @@ NAMES = {ADDRESS, "localhost", "[::1]"}
 """Hosts that a request may name: a tunnel may end at another port, or at ::1."""
 PORT = 6007
 PARTS = {
-    "train": "Train",
-    "machine": "Machine",
-    "runs": "Runs",
-    "talk": "Talk",
-    "prove": "Prove",
     "text": "Text",
+    "train": "Train",
+    "talk": "Talk",
+    "runs": "Runs",
+    "machine": "Machine",
+    "prove": "Prove",
 }
-"""In the page's order. Each is a file `play/PART.py` with `routes(state)`, and `play/page/PART.js` with `show`. A part
-may limit what is sent to it by its own `MOST_BYTES`."""
+"""In the order of the work, which is the page's. Each is a file `play/PART.py` with `routes(state)`, and
+`play/page/PART.js` with `show`. A part may limit what is sent to it by its own `MOST_BYTES`."""
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 HEADERS = {
     "Cache-Control": "no-store",

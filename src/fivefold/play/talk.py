@@ -140,7 +140,7 @@ def answered(chats: dict[str, Chat], question: dict[str, Any]) -> Iterator[dict[
 
     from fivefold.checkpoint import store
     from fivefold.data.chat import NotAConversation, messages_of
-    from fivefold.train.generate import BASE, Sampling, open_chat
+    from fivefold.train.generate import Sampling, open_chat
 
     run = Path(question["run"])
     checkpoint = store.chosen(run, question["step"])
@@ -149,7 +149,7 @@ def answered(chats: dict[str, Chat], question: dict[str, Any]) -> Iterator[dict[
         chats[str(checkpoint)] = open_chat(run, checkpoint)
     chat, steps = chats[str(checkpoint)], [store.step_in(folder) for folder in store.checkpoints(run)]
     about = {"step": store.step_in(checkpoint), "steps": steps, "chat": chat.template is not None}
-    yield {"about": about | {"context": chat.model.seq_len, "note": "" if chat.template else BASE}}
+    yield {"about": about | {"context": chat.model.seq_len}}
     if question["text"] is None:
         return
     try:

@@ -95,13 +95,14 @@ def watched(state: State, run: Path) -> Iterator[Any]:
 
 
 def about(run: Path) -> dict[str, Any]:
-    """What changes only when the run is resumed: {recipe, layout, command, resume}."""
+    """What changes only when the run is resumed: {recipe, layout, command, resume, generate}."""
     path = run / "recipe.toml"
     return {
         "recipe": printable(read_text(path, MOST_BYTES)),
         "layout": watch.layout_of(run),
         "command": command(["train", str(path)]),
         "resume": command(["train", str(run), "--resume"]),
+        "generate": command(["generate", str(run)]),
     }
 
 

@@ -155,8 +155,8 @@ def parse(text: str, rough: bool = False) -> Cluster:
     """Reads `h100:64` or `64xh100` (64 devices, in nodes as they are sold), `h100:8x4` (8 nodes of 4), or `my.toml`,
     `my.toml:64`.
 
-    Without a number `devices` is 0, and the cluster has as many devices as the layout needs. rough: as for `local`. Raises
-    UserError: unknown cluster, impossible number of devices, broken file."""
+    Without a number `devices` is 0, and the cluster has as many devices as the layout needs. rough: as for `local`.
+    Raises UserError: unknown cluster, impossible number of devices, broken file."""
     text = canonical(text)
     name, colon, count = (text, "", "") if text.endswith(".toml") else text.rpartition(":")
     if not colon:

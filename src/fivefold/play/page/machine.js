@@ -38,11 +38,11 @@ const sliders = (box, moves) => (list) => keep(box, list, (one) => `${one.key} $
 function machine(api, position, known, remove, model) {
   const title = el("h2", { tabindex: -1 }), box = el("div", { class: "sliders" }), wrong = el("div"), shown = el("div");
   const figures = el("dl", { class: "figures", "aria-live": "polite" });
-  const rough = el("div", { hidden: true }, el("p", { class: "aside" }, "This machine has not been measured: its times are rough."),
+  const rough = el("div", { class: "rough", hidden: true }, el("p", { class: "aside" }, "This machine has not been measured: its times are rough."),
     waits("Measure this machine (two minutes)", async () => { await api.post("machine/measure"); ask({}); }));
   const price = el("input", { type: "number", min: 0, step: "any", placeholder: "none" });
   const root = el("section", { class: "panel" }, el("div", { class: "row title" }, title, remove && button("Remove", remove)),
-    rough, box, !api.recorded && field("Price per device-hour", price), figures, wrong, shown);
+    box, !api.recorded && field("Price per device-hour", price), rough, figures, wrong, shown);
   const set = sliders(box, (move, to) => ask({ move, to }));
   price.addEventListener("change", () => ask({ move: "price", to: price.value }));
   let waiting = null, asking = false, opened = false, wide = 0; // pixels for which the pictures were made

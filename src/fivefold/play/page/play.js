@@ -15,7 +15,7 @@ const go = (...words) => { location.hash = words.map(encodeURIComponent).join("/
 
 async function show() {
   const now = ++turn, words = place();
-  const name = parts.some((part) => part.name === words[0]) ? words[0] : parts[0]?.name;
+  const name = parts.some((part) => part.name === words[0]) ? words[0] : parts.find((part) => part.name === "train")?.name;
   for (const link of document.querySelectorAll("#tabs a"))
     link.toggleAttribute("aria-current", link.hash === `#${name}`);
   leave?.();
