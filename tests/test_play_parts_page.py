@@ -85,7 +85,7 @@ def test_prove(browser: Browser, play: Play) -> None:
     )
     page.wait("document.querySelector('.where')?.textContent")
     page.press("Prove")
-    page.wait("document.getElementById('told').textContent")
+    page.wait("document.querySelector('.field > .wrong')?.textContent")
     browser.errors.clear()
     page.check()
 
