@@ -20,6 +20,7 @@ TO_PLAY := $(VENV)/.installed-play
 TO_TEST := $(VENV)/.installed-test
 TO_KERNELS := $(VENV)/.installed-triton
 TO_DOCS := $(VENV)/.installed-docs
+TO_TRACK := $(VENV)/.installed-trackers
 LISTS := pyproject.toml constraints.txt
 # What `bench gpu` imports, and the version of a program that is not installed
 NEEDED := torch numpy pydantic typer rich tokenizers safetensors
@@ -31,7 +32,7 @@ lessons = if $(1) -c 'import torch, triton; assert torch.cuda.is_available()' 2>
 	  else echo "no CUDA device with Triton: the lectures' kernels are not timed"; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help train play gpu test test-all test-chaos test-versions test-mutations check docs notebooks audit sbom release format clean
+.PHONY: help train play gpu test test-all test-trackers test-chaos test-versions test-mutations check docs notebooks audit sbom release format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F '|' '{ printf "make %-10s %s\n", $$1, $$2 }'
@@ -61,9 +62,13 @@ endif
 test: $(TO_TEST)  ## run the tests, two at a time (one: ARGS='-n 0')
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-test-all: $(TO_TEST) $(TO_KERNELS)  ## run the tests, and all layouts of 8 ranks: the better part of an hour
+test-all: $(TO_TEST) $(TO_KERNELS) $(TO_TRACK)  ## run the tests, and all layouts of 8 ranks: the better part of an hour
 	$(BIN)/python -m pytest -m "not chaos" -n 2 --dist worksteal $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/sweep.py
+
+test-trackers: $(TO_TRACK)  ## the tests of trackers, with the real W&B and MLflow, without a network
+	$(BIN)/python -c 'import mlflow, wandb'  # were one of them missing, its tests would be skipped
+	$(BIN)/python -m pytest tests/test_trackers.py $(ARGS)
 
 test-chaos: $(TO_TEST)  ## kills, damage, power loss, full disks, lost networks (KILLS=100 SEED=1): an hour
 	$(BIN)/python -m pytest -m "" tests/chaos
@@ -133,6 +138,10 @@ $(TO_TEST): $(LISTS) | $(BIN)/python
 
 $(TO_KERNELS): $(LISTS) | $(BIN)/python
 	$(INSTALL) -e '.[test,dev,triton]'
+	@touch $(TO_TRAIN) $(TO_PLAY) $(TO_TEST) $@
+
+$(TO_TRACK): $(LISTS) | $(BIN)/python
+	$(INSTALL) -e '.[test,dev,wandb,mlflow]'
 	@touch $(TO_TRAIN) $(TO_PLAY) $(TO_TEST) $@
 
 $(TO_DOCS): $(LISTS) | $(BIN)/python

@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from patience import PATIENCE
+
 FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -45,7 +47,7 @@ def find() -> str | None:
 class Browser:
     """One tab of a Chromium of its own, with a fresh profile. Use it in a `with` statement."""
 
-    def __init__(self, program: str, timeout: float = 20.0) -> None:
+    def __init__(self, program: str, timeout: float = 20.0 * PATIENCE) -> None:
         self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         read_here, write_there = os.pipe()
         read_there, write_here = os.pipe()
@@ -133,7 +135,7 @@ class Browser:
     def close(self) -> None:
         os.close(self._out)  # Chromium ends with its pipe
         try:
-            self._process.wait(5)
+            self._process.wait(5 * PATIENCE)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

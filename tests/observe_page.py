@@ -40,6 +40,35 @@ def check_contrast(browser: Browser, page: Path, parts: Iterable[tuple[str, str,
             assert (max(ink, paper) + 0.05) / (min(ink, paper) + 0.05) >= least, (selector, dark)
 
 
+FAINT = f"""(() => {{
+  const luminance = {LUMINANCE}, faint = [];
+  const parts = (c) => {{
+    const v = c.match(/[0-9.]+/g).map((one, i) => one * (c.startsWith('color(') && i < 3 ? 255 : 1));
+    return [v.slice(0, 3), v[3] ?? 1];
+  }};
+  const over = (below, [color, alpha], opacity) => below.map((v, i) => v + (color[i] - v) * alpha * opacity);
+  const all = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let text; (text = all.nextNode());) {{
+    const e = text.parentElement, box = e.getBoundingClientRect(), own = getComputedStyle(e), chain = [];
+    const quiet = e.closest('svg, noscript, script, style, .sr, .skip, :disabled, option, .player');
+    if (!text.data.trim() || quiet || !e.checkVisibility() || !box.width) continue;
+    for (let one = e; one; one = one.parentElement) chain.unshift(getComputedStyle(one));
+    let paper = parts(getComputedStyle(document.body).backgroundColor)[0], opacity = 1;
+    for (const one of chain) {{
+      opacity *= one.opacity;
+      paper = over(paper, parts(one.backgroundColor), opacity);
+    }}
+    const ink = over(paper, parts(own.color), opacity);
+    const [low, high] = [ink, paper].map((c) => luminance(`rgb(${{c}})`)).sort((a, b) => a - b);
+    const size = parseFloat(own.fontSize), large = size >= 24 || (size >= 18.66 && own.fontWeight >= 700);
+    const contrast = (high + 0.05) / (low + 0.05);
+    if (contrast < (large ? 3 : 4.5)) faint.push([text.data.trim().slice(0, 60), contrast.toFixed(2)]);
+  }}
+  return faint;
+}})()"""
+"""In the page that is open: texts with less contrast to what is behind them than WCAG 2 AA asks for, with opacity."""
+
+
 def check_structure(browser: Browser) -> None:
     """Of the page that is open: what screen readers need."""
     assert browser.evaluate("document.documentElement.lang") == "en"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from observe_browser import Browser
+from patience import PATIENCE
 
 from fivefold.play.server import ADDRESS, Guard, Server, listen, make_app
 
@@ -33,7 +34,7 @@ class Play:
         self, path: str, method: str = "GET", body: bytes | None = None, **headers: str
     ) -> tuple[int, dict[str, str], bytes]:
         """A request with no more than these headers."""
-        line = http.client.HTTPConnection(ADDRESS, self.port, timeout=20)
+        line = http.client.HTTPConnection(ADDRESS, self.port, timeout=20 * PATIENCE)
         line.request(method, path, body, {name.replace("_", "-"): text for name, text in headers.items()})
         answer = line.getresponse()
         found = answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read()
@@ -53,7 +54,7 @@ class Play:
 
     def events(self, path: str) -> Iterator[Any]:
         """The values of a stream of events, until it ends or the caller leaves."""
-        line = http.client.HTTPConnection(ADDRESS, self.port, timeout=20)
+        line = http.client.HTTPConnection(ADDRESS, self.port, timeout=20 * PATIENCE)
         try:
             line.request("GET", f"/api/{path}", headers={"Cookie": self.cookie})
             answer = line.getresponse()
@@ -66,16 +67,16 @@ class Play:
 
 
 @contextmanager
-def playing(*folders: Path, host: str = ADDRESS, jobs: bool = False) -> Iterator[Play]:
-    """Serves these folders. jobs: starts those that wait."""
+def playing(*folders: Path, host: str = ADDRESS, jobs: bool = False, **limits: float) -> Iterator[Play]:
+    """Serves these folders. jobs: starts those that wait. limits: of connections."""
     line, stop = listen(ADDRESS, 0), threading.Event()
     app = make_app(folders, TOKEN, host)
-    server = Server(app)
+    server = Server(app, **limits)
     threads = [threading.Thread(target=server.run, args=([line],), daemon=True)]
     threads += [threading.Thread(target=app.state.jobs.follow, args=(stop,), daemon=True)] * jobs
     for thread in threads:
         thread.start()
-    until = time.monotonic() + 20
+    until = time.monotonic() + 20 * PATIENCE
     while not server.started:
         assert time.monotonic() < until
         time.sleep(0.01)
@@ -85,12 +86,12 @@ def playing(*folders: Path, host: str = ADDRESS, jobs: bool = False) -> Iterator
         stop.set()
         server.should_exit = True
         for thread in threads:
-            thread.join(10)
+            thread.join(10 * PATIENCE)
 
 
 def until(browser: Browser, condition: str, seconds: float = 60) -> None:
     """Waits until a condition holds in the page."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + seconds * PATIENCE
     while not browser.evaluate(f"Boolean({condition})"):
         assert time.monotonic() < end, (condition, browser.evaluate("document.body.innerText")[:2000])
         time.sleep(0.05)

@@ -32,7 +32,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-PATIENCE = float(os.environ.get("FIVEFOLD_TEST_PATIENCE", "1"))
+from patience import PATIENCE
+
 START_S = 300  # for the ranks of a pool to start
 GRACE_S = 2  # how long the others may go on after one rank has raised
 ROOM = (

@@ -147,6 +147,11 @@ def test_the_lowest_loss_is_named_only_where_losses_compare(folders: list[Path])
     runs = read_runs(folders)
     assert best(runs) == {key: min(run.figures[key] for run in runs) for key in SMALLEST_IS_BEST}
     path = folders[0] / "recipe.toml"
+    own = path.read_text()
+    for field, comparable in (("val_sequences", {"loss"}), ("seq_len", set())):
+        path.write_text(re.sub(rf"(?m)^{field} = .*", f"{field} = 40", own))
+        assert best(read_runs(folders)).keys() == comparable, field
+    path.write_text(own)
     path.write_text(re.sub(r'source = ".*"', 'source = "other.txt"', path.read_text()))
     assert best(read_runs(folders)) == {}
     path.write_text((folders[1] / "recipe.toml").read_text().replace("vocab_size = ", "vocab_size = 1"))

@@ -19,6 +19,7 @@ from fivefold.cli.main import app
 from fivefold.errors import LONGEST_MESSAGE, CheckFailed, CommunicationError, UserError, printable
 from fivefold.files import reading, writing
 from fivefold.launch import verdict
+from fivefold.play.state import State
 from fivefold.recipe import Recipe, change, load
 from fivefold.train.generate import open_run
 from fivefold.train.start import run_command
@@ -107,6 +108,40 @@ def test_a_linked_folder_stays_as_it_is(copy: Path, run: Path, tmp_path: Path, n
     with pytest.raises(UserError, match=f"{name} leads out of"):
         run_command(longer(copy), out=copy, resume=True, fork=False)
     assert contents(other) == before
+
+
+@pytest.mark.parametrize("name", files.UNOPENED)
+def test_links_of_wandb_make_no_run_unreadable(
+    name: str, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """wandb itself makes them (findings/wandb_log_link.sh), `wandb.save` others; a pipe hinders nobody there either."""
+    of_start = copy / name / "offline-run-20261129_012242-a110d2cec40c" / "logs"
+    of_start.mkdir(parents=True)
+    (tmp_path / "core.log").write_text(SECRET)
+    (of_start / "debug-core.log").symlink_to(tmp_path / "core.log")
+    (of_start / "gone.log").symlink_to(tmp_path / "gone")
+    (copy / name / "latest-run").symlink_to(tmp_path)
+    shutil.copytree(copy, tmp_path / "sweep" / "first", symlinks=True)
+    os.mkfifo(of_start / "pipe")
+    before = contents(copy / name)
+    monkeypatch.chdir(tmp_path)
+    words = [["generate", "copy", "--max-tokens", "2"], ["report", "copy"], ["checkpoints", "copy"],
+             ["checkpoints", "copy", "--verify"], ["export", "copy", "hf"], ["eval", "copy", "core.log"],
+             ["report", "copy", "sweep/first", "--out", "x.html"]]  # fmt: skip
+    for one in words:
+        done = CliRunner().invoke(app, one)
+        assert done.exit_code == 0, (one, done.output, done.exception)
+    run_command(longer(copy), out=copy, resume=True, fork=False)
+    run_command(change(longer(copy), ["train.init_from=copy"]), out=tmp_path / "next", fork=False)
+    files.guard(tmp_path / "sweep")
+    State([tmp_path]).require(copy)
+    assert contents(copy / name) == before
+    with pytest.raises(UserError, match="leads out of"):  # nothing of ours reads there
+        files.read_bytes(of_start / "debug-core.log", 100)
+    shutil.rmtree(copy / name)
+    (copy / name).symlink_to(tmp_path)
+    with pytest.raises(UserError, match=f"{name} leads out of"):
+        files.guard(copy)
 
 
 def test_a_link_that_is_made_later_is_not_opened(tmp_path: Path) -> None:

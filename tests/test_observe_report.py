@@ -95,6 +95,13 @@ def test_changed_fields_are_marked(tmp_path: Path) -> None:
     changed = re.findall(r"<span class=changed[^>]*>([^<]*)</span>", text)
     assert "schedule = &quot;wsd&quot;" in changed
     assert not any(line.startswith(("layers", "vocab_size", "beta")) for line in changed)
+    shown, folded = text.partition("Fields that differ from their defaults.")[2].split(
+        "<summary>All fields</summary>"
+    )
+    assert re.findall(r"<span[^>]*>([a-z]\w* = [^<]*)</span>", shown) == changed
+    assert "vocab_size" not in shown
+    assert "vocab_size" in folded
+    assert not re.search(r'class="section">[^<]*</span>\s*</div>', shown), "no heading without a field"
 
 
 def test_nothing_is_loaded_from_elsewhere(tmp_path: Path) -> None:

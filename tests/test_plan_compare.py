@@ -132,7 +132,7 @@ def test_what_sequence_parallelism_leaves_whole_is_said() -> None:
     assert share * 7 / 8 == pytest.approx(more, rel=1e-9)
     assert [name for name, row in rows.items() if row.plan and row.undivided[0]] == ["TP + SP"]
     said = "\n".join(criteria_table([*rows.values()], ""))
-    assert f"TP + SP: tp does not divide {share:.1%} of the parameters (mlp.experts): with sp" in said
+    assert f"TP + SP: mlp.experts ({share:.1%} of the parameters) are not cut by tp, so with sp" in said
 
 
 def test_redundant_computing_by_reason(llama: dict[str, Row]) -> None:

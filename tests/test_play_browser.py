@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 from observe_browser import Browser
+from observe_page import FAINT
 from observe_run import make_run
-from playing import Play, playing, press, until
+from playing import Play, give, playing, press, until
 
 from fivefold.files import owned
 from fivefold.observe import timelines
+from fivefold.play.server import PARTS
 from fivefold.schedules.timelines import COMPUTE, Span, StepTimeline
 
 EVIL = "<img src=x onerror=window.evil=1><script>window.evil=1</script>"
@@ -109,11 +111,12 @@ def test_a_hostile_run_is_text(browser: Browser, play: Play, folder: Path) -> No
     browser.evaluate("document.querySelectorAll('tbody input').forEach((box) => box.click())")
     browser.evaluate("[...document.querySelectorAll('tbody button')].forEach((more) => more.click())")
     press(browser, "Compare")  # one of them has no metrics
-    until(browser, "document.getElementById('told').textContent.includes('no metrics here')")
+    until(browser, "document.querySelector('.wrong')?.textContent.includes('no metrics here')")
     browser.evaluate("""[...document.querySelectorAll('tbody tr')].forEach((row) => {
         if (row.textContent.includes('runs/new')) row.querySelector('input').click(); })""")
     press(browser, "Compare")
     until(browser, "document.querySelector('canvas')")
+    assert browser.evaluate("document.querySelector('.wrong')") is None
     check_quiet(browser, play, 1400)
 
 
@@ -253,12 +256,63 @@ def test_the_keyboard_reaches_all(browser: Browser, play: Play, folder: Path) ->
     assert browser.evaluate("document.querySelector('#tabs a[aria-current]').textContent") == "Runs"
 
 
-def test_the_form_tells_what_is_wrong(browser: Browser, play: Play) -> None:
-    show(browser, play, "train")
-    until(browser, "document.querySelector('.starter option')")
-    browser.evaluate("document.querySelector('.starter textarea').value = 'train.stepz=3'")
-    browser.evaluate("document.querySelector('.starter').closest('details').open = true")
-    press(browser, "Train")
-    until(browser, "document.getElementById('told').textContent.includes(\"did you mean 'steps'\")")
-    assert browser.evaluate("document.getElementById('told').className") == "bad"
-    check_quiet(browser, play, 1400)
+WRONG = [
+    ("train", "Recipe fields, one per line", "train.stepz=3", "Train", "did you mean 'steps'"),
+    ("train", "Layout", "tp=3", "Train", "layout.tp = 3 must divide"),
+    ("train", "Layout", "zz=2", "Train", "'zz' is not an axis"),
+    ("prove", "Layout", "dp=x", "Prove", "must be a whole number"),
+    ("prove", "Recipe fields, one per line", "nonsense", "Prove", "must have the form"),
+    ("prove", "Steps", "99", "Prove", "steps: 1 to 20"),
+]
+
+
+@pytest.mark.parametrize(("part", "label", "value", "action", "said"), WRONG)
+def test_the_field_that_is_wrong_is_marked(
+    browser: Browser, play: Play, part: str, label: str, value: str, action: str, said: str
+) -> None:
+    """Its message stands under it, is legible, and stays until the field changes."""
+    dark = len(value) % 2 == 0
+    show(browser, play, part, 390 if dark else 1280, dark)
+    if part == "train":
+        until(browser, "document.querySelector('.starter option') && document.querySelector('.head .lead')")
+        browser.evaluate("document.querySelector('.starter').closest('details').open = true")
+    give(browser, label, value)
+    press(browser, action)
+    until(browser, f"document.querySelector('.wrong')?.textContent.includes({json.dumps(said)})")
+    field = "document.querySelector('.wrong').closest('.field')"
+    assert browser.evaluate(f"{field}?.querySelector('span').textContent") == label
+    marked = f"[...document.querySelectorAll('[aria-invalid]')].map((one) => {field}.contains(one))"
+    assert browser.evaluate(marked) == [True]
+    top = f"document.querySelector('.wrong').getBoundingClientRect().top - {field}.lastElementChild"
+    assert browser.evaluate(f"{top}.previousElementSibling.getBoundingClientRect().bottom") >= 0
+    assert browser.evaluate(FAINT) == []
+    assert browser.evaluate("document.documentElement.scrollWidth") <= (390 if dark else 1280)
+    give(browser, label, "dp=1")
+    assert browser.evaluate("document.querySelectorAll('.wrong, [aria-invalid]').length") == 0
+
+
+def test_what_names_no_field_is_said_beside_the_button(browser: Browser, play: Play) -> None:
+    for dark in (False, True):
+        show(browser, play, "runs", 390, dark)
+        until(browser, "document.querySelector('tbody tr')")
+        press(browser, "Compare")
+        until(browser, "document.querySelector('.row > .wrong')?.textContent.startsWith('Choose runs')")
+        browser.evaluate("import('./page/kit.js').then((kit) => kit.tell('All of it is bad', true))")
+        until(browser, "document.querySelector('#told.bad')")
+        assert browser.evaluate(FAINT) == []
+        check_quiet(browser, play, 390)
+        browser.evaluate("document.querySelector('#told').click()")
+        assert browser.evaluate("document.querySelector('#told').textContent") == ""
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("part", PARTS)
+def test_all_text_has_contrast(browser: Browser, play: Play, part: str, dark: bool) -> None:
+    show(browser, play, part, dark=dark)
+    until(browser, f"document.querySelector('main > .{part} :is(button, .figures)')")
+    until(browser, "!document.querySelector('[aria-busy]')")
+    browser.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    verdict = "['good', 'bad'].map((kind) => Object.assign(document.createElement('p'), "
+    verdict += "{ className: `verdict ${kind}`, textContent: kind }))"
+    browser.evaluate(f"document.querySelector('main').append(...{verdict})")
+    assert browser.evaluate(FAINT) == []

@@ -41,9 +41,25 @@ def expected(at: Position, **moves: str) -> list[list[str]]:
 def test_sliders_show_the_plan_and_lead_out_of_what_cannot_be(browser: Browser, play: Play) -> None:
     browser.open(f"{play.url}#machine")
     until(browser, f"{IDLE} && document.querySelectorAll('.panel figure').length")
-    said = browser.evaluate("document.querySelector('.panel .alarm').textContent")
-    assert "has not been measured" in said
+    assert browser.evaluate("document.querySelector('.panel .alarm')") is None, (
+        "nothing is wrong at first sight"
+    )
+    said = browser.evaluate("document.querySelector('.panel').innerText")
+    assert "has not been measured: its times are rough" in said
     assert "Measure this machine" in said
+    assert "Find the fastest" not in said, "the search asks for measured times"
+    assert figures(browser) == expected(Position("quickstart", cluster="local:2"))
+    assert [row[1] for row in figures(browser) if row[0] == "MFU"] == ["–"]
+    large = expected(Position("llama3-8b", cluster="h100:64"))
+    assert figures(browser, 1) == large
+    titles = "[...document.querySelectorAll('.panel h2')].map((one) => one.textContent)"
+    assert browser.evaluate(titles) == ["This machine, 2 ranks", "llama3-8b on 64 x h100"]
+    slide(browser, "Tokens in a sequence", "512", -1)
+    assert figures(browser, 1) == large, "the sliders are of the recipe that is chosen"
+    slide(browser, "Tokens in a sequence", "256", -1)
+    press(browser, "Remove")
+    press(browser, "The same on 64 H100")
+    until(browser, f"document.querySelectorAll('.panel').length === 2 && {IDLE}")
     assert figures(browser, 1) == expected(Position("quickstart", cluster="h100:64"))
     slide(browser, "Devices", "4", 1)
     slide(browser, "Tensor parallel (tp)", "2", 1)
@@ -53,7 +69,8 @@ def test_sliders_show_the_plan_and_lead_out_of_what_cannot_be(browser: Browser, 
     assert figures(browser, 1) == expected(at)
     slide(browser, "Tokens in a sequence", "512", -1)
     assert figures(browser, 1) == expected(at, seq_len="512")
-    link = "[...document.querySelectorAll('button')].some((one) => one.textContent === 'Prove this layout')"
+    link = "[...document.querySelectorAll('.panel')[1].querySelectorAll('button')].some("
+    link += "(one) => one.textContent === 'Prove this layout')"
     assert browser.evaluate(link)
     slide(browser, "Devices", "16", 1)
     assert not browser.evaluate(link), "more ranks than a proof has here"

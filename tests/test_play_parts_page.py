@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from observe_browser import Browser
@@ -84,7 +85,7 @@ def test_prove(browser: Browser, play: Play) -> None:
     )
     page.wait("document.querySelector('.where')?.textContent")
     page.press("Prove")
-    page.wait("document.getElementById('told').textContent")
+    page.wait("document.querySelector('.field > .wrong')?.textContent")
     browser.errors.clear()
     page.check()
 
@@ -132,7 +133,7 @@ def test_talk(browser: Browser, play: Play) -> None:
     page.wait(READY)
     page.give("Run", "base")
     page.wait(f"{READY} && document.querySelector('button.main').textContent === 'Continue'")
-    assert "this is a base model" in page.text(".lead")
+    assert "It is a base model" in page.text(".lead")
     system = "document.querySelector('[placeholder=\"Answer in one sentence.\"]').checkVisibility()"
     assert not page.all(system)
     page.give("Text to continue", HOSTILE)
@@ -151,6 +152,23 @@ def test_talk(browser: Browser, play: Play) -> None:
         page.all("[...document.querySelectorAll('.token')].findIndex((e) => e.classList.contains('on'))") == 1
     )
     assert page.all("document.querySelectorAll('.detail meter').length") >= 5
+    for label, value, said in (
+        ("Tokens", 99_999, "max_tokens: at most"),
+        ("Temperature", -1, "temperature = -1"),
+    ):
+        page.give(label, value)
+        page.press("Continue")
+        page.wait(f"document.querySelector('.field > .wrong')?.textContent.includes({said!r})")
+        assert page.text(".field:has(.wrong) span") == label
+        page.give(label, 1)
+        assert page.text(".wrong") == ""
+    browser.open(f"{play.url}#talk/{quote(str(play.app.state.home / 'base'), '')}", 1280, 720)
+    page.wait(READY)
+    page.all("document.querySelector('.said').append('long text\\n'.repeat(60))")
+    lowest = "Math.max(...[...document.querySelectorAll('.composer *')].map((e) => e.getBoundingClientRect().bottom))"
+    assert page.all(f"{lowest} <= innerHeight"), "the input stays in view below a long answer"
+    page = Page(browser, play, f"talk/{quote(str(play.app.state.home / 'base'), '')}")
+    page.wait(READY)
     page.give("Temperature", 0)
     page.give("Tokens", 10_000)
     page.all("""new MutationObserver((_, seen) => {  // in the page, since the answer may end soon by itself

@@ -13,6 +13,7 @@ from urllib.parse import quote, urlencode
 
 import pytest
 from observe_run import make_run
+from patience import PATIENCE
 from playing import Play, playing
 
 from fivefold.comm.watchdog import Files
@@ -298,7 +299,7 @@ def test_only_a_run_is_asked_to_stop(play: Play, folder: Path) -> None:
         ranks = next(play.events(f"train/watch?{named(run)}"))["ranks"]
         assert [(one["rank"], one["memory"] > 1 << 20) for one in ranks] == [(0, True)]
         play.post("train/stop", {"run": str(run)})
-        assert process.wait(20) == -signal.SIGTERM
+        assert process.wait(20 * PATIENCE) == -signal.SIGTERM
 
 
 def test_ranks_say_what_they_do(tmp_path: Path) -> None:
@@ -441,7 +442,7 @@ def test_a_run_from_the_page_is_the_commands_run(tmp_path: Path) -> None:
     (tmp_path / "runs" / "text.txt").write_text("A text to train on, again and again. " * 300)
     with playing(tmp_path / "runs", jobs=True) as play:
         run = Path(play.post("train/start", {"recipe": "quickstart", "set": sets, "layout": "dp=1"})["run"])
-        until = time.monotonic() + 120
+        until = time.monotonic() + 120 * PATIENCE
         while not (run / "metrics.jsonl").exists():
             assert time.monotonic() < until, play.app.state.jobs.said(run)
             time.sleep(0.1)
@@ -459,7 +460,7 @@ def test_a_run_from_the_page_is_the_commands_run(tmp_path: Path) -> None:
         "--out",
         tmp_path / "own",
     ]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    subprocess.run(command, check=True, capture_output=True, timeout=120 * PATIENCE)
     while State([tmp_path / "runs"]).jobs.running():
         assert time.monotonic() < until
         time.sleep(0.1)

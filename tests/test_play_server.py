@@ -1,5 +1,6 @@
 """`fivefold play`: who may ask, and what nobody can ask for."""
 
+import errno
 import http.client
 import json
 import os
@@ -8,12 +9,16 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from observe_run import make_run
+from patience import PATIENCE
 from playing import TOKEN, Play, playing
 from typer.testing import CliRunner
 
@@ -94,7 +99,7 @@ def test_other_hosts_are_refused(play: Play) -> None:
                  "", ":", "10.0.0.1", socket.gethostname()):  # fmt: skip
         code, _, text = play.ask("/api/parts", Cookie=play.cookie, Host=host)
         assert (code, b"parts" in text) == (403, False), host
-    with socket.create_connection((server_.ADDRESS, play.port), timeout=10) as line:
+    with socket.create_connection((server_.ADDRESS, play.port), timeout=10 * PATIENCE) as line:
         line.sendall(
             f"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\nCookie: {play.cookie}\r\n\r\n".encode()
         )
@@ -229,10 +234,132 @@ def test_what_a_run_does(tmp_path: Path) -> None:
 def test_bodies_are_limited(play: Play) -> None:
     headers = {"Cookie": play.cookie, "Origin": play.origin}
     for body in (b"x" * ((1 << 20) + 1), [b"y" * (1 << 19)] * 4):
-        line = http.client.HTTPConnection(server_.ADDRESS, play.port, timeout=20)
+        line = http.client.HTTPConnection(server_.ADDRESS, play.port, timeout=20 * PATIENCE)
         line.request("POST", "/api/train/start", iter(body) if isinstance(body, list) else body, headers)
         assert line.getresponse().status in (404, 413)
         line.close()
+
+
+WRITING = {
+    "/api/text/upload": None,
+    "/api/train/start": {"recipe": "quickstart"},
+    "/api/train/resume": {"run": "first"},
+    "/api/train/stop": {"run": "first"},
+    "/api/train/remove": {"id": "x"},
+    "/api/runs/export": {"run": "first"},
+    "/api/machine/search": {"recipe": "quickstart", "cluster": "h100:8"},
+    "/api/machine/measure": {},
+    "/api/machine/stop": {},
+    "/api/prove/start": {"recipe": "quickstart", "steps": 1, "mode": "fp32"},
+    "/api/prove/stop": {},
+    "/api/talk/ask": {"run": "none"},
+}
+"""What each order is given. Those that stop something write nothing."""
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC, errno.EACCES])
+def test_what_cannot_be_written_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], code: int
+) -> None:
+    """By every order: a folder that is read-only, and a full disk, are no faults of the page."""
+    make_run(tmp_path / "runs" / "first", steps=20)
+    monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "runs"))
+    real = os.open, os.mkdir
+
+    def refuse(path: object) -> None:
+        if str(path).startswith(str(tmp_path)):
+            raise OSError(code, os.strerror(code), str(path))
+
+    def opened(path: Any, flags: int, *mode: Any, **more: Any) -> int:
+        if flags & (os.O_CREAT | os.O_WRONLY | os.O_RDWR):
+            refuse(path)
+        return real[0](path, flags, *mode, **more)
+
+    def made(path: Any, *mode: Any, **more: Any) -> None:
+        refuse(path)
+        real[1](path, *mode, **more)
+
+    with playing(tmp_path / "runs") as play:
+        orders = {one.path for one in play.app.app.routes if "POST" in (one.methods or ())}
+        assert orders == WRITING.keys()
+        monkeypatch.setattr(os, "open", opened)
+        monkeypatch.setattr(os, "mkdir", made)
+        headers = {"Cookie": play.cookie, "Origin": play.origin}
+        for path, given in WRITING.items():
+            given = given and given | (
+                {"run": str(tmp_path / "runs" / "first")} if given.get("run") == "first" else {}
+            )
+            body = b"a text" if given is None else json.dumps(given).encode()
+            status, _, text = play.ask(path + "?name=a.txt" * (given is None), "POST", body, **headers)
+            stops = path.endswith("stop")
+            assert status == (200 if stops and not given else 400), (path, text)
+            if not path.endswith(("stop", "remove", "ask")):
+                assert os.strerror(code) in json.loads(text)["error"], path
+        monkeypatch.undo()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def half_open(play: Play, text: str) -> socket.socket:
+    """A connection that has sent so much of a request."""
+    line = socket.create_connection((server_.ADDRESS, play.port), timeout=20 * PATIENCE)
+    line.sendall(
+        text.replace(
+            "KNOWN", f"Host: localhost\r\nOrigin: http://localhost\r\nCookie: {play.cookie}"
+        ).encode()
+    )
+    return line
+
+
+def is_open(line: socket.socket) -> bool:
+    """Whether the server has not ended this connection, on which it has said all."""
+    line.settimeout(0.05)
+    try:
+        return line.recv(1) != b""
+    except TimeoutError:
+        return True
+    except ConnectionError:
+        return False
+
+
+HALVES = [
+    "",
+    "GET /",
+    "GET / HTTP/1.1\r\nHost: localhost\r\n",
+    "POST /api/runs/export HTTP/1.1\r\nKNOWN\r\nContent-Length: 9\r\n\r\n{",  # its body is awaited
+    "POST /api/text/upload?name=a.txt HTTP/1.1\r\nKNOWN\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n",
+]
+
+
+def test_a_request_that_does_not_end_is_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "runs" / "first", steps=20)
+    with playing(tmp_path / "runs", request_s=0.4) as play:
+        stream = play.events("runs/rows")
+        assert next(stream)["names"]
+        lines = [half_open(play, text) for text in HALVES]
+        slow = half_open(play, "GET / HTTP/1.1\r\n")
+        assert all(map(is_open, lines))
+        until = time.monotonic() + 20 * PATIENCE
+        while any(map(is_open, [*lines, slow])):
+            assert time.monotonic() < until
+            with suppress(OSError):  # a byte now and then is not enough
+                slow.sendall(b"x")
+        assert play.get("parts")["parts"]
+        make_run(tmp_path / "runs" / "second", steps=20)
+        assert any("second" in str(found) for found in stream), "an answer may take long"
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_only_so_many_connections_wait(play: Play, tmp_path: Path) -> None:
+    with playing(tmp_path, most=3) as play:
+        lines = [half_open(play, "GET /") for _ in range(6)]
+        until = time.monotonic() + 20 * PATIENCE
+        while sum(map(is_open, lines)) > 3:
+            assert time.monotonic() < until
+        assert play.get("parts")["parts"]
+        assert [is_open(line) for line in lines] == [False] * 4 + [True] * 2, "the oldest has given way"
+        for line in lines:
+            line.close()
 
 
 def test_jobs_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +385,7 @@ def test_jobs_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     stop = threading.Event()
     follower = threading.Thread(target=others.follow, args=(stop,), daemon=True)
     follower.start()
-    for _ in range(200):
+    for _ in range(int(200 * PATIENCE)):
         if others.said(tmp_path / "b") == "train b" and not jobs.waiting():
             break
         stop.wait(0.05)
@@ -379,7 +506,7 @@ def test_a_job_that_cannot_be_started_says_why_once(tmp_path: Path, monkeypatch:
     monkeypatch.chdir("/")
     jobs.start_next()
     for child in jobs._children:
-        child.wait(20)
+        child.wait(20 * PATIENCE)
     assert jobs.said(tmp_path / "sweep" / "a") == str(tmp_path)
     assert "cannot be started: " in jobs.said(tmp_path / "a")
 
@@ -462,3 +589,16 @@ def test_a_port_that_is_taken_is_an_error(play: Play) -> None:
         server_.listen(server_.ADDRESS, play.port)
     with pytest.raises(UserError, match=r"--host 192.0.2.1 .*; name an address of this machine"):
         server_.listen("192.0.2.1", 0)
+
+
+@pytest.mark.parametrize("name", ["a", "b-1-2", "x" * 50, "y" * 51, "z-" * 60, "w" * 255, "é" * 127])
+def test_a_run_is_started_here_whatever_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("sys.executable", str(tmp_path / "none"))
+    for folder in (tmp_path / "runs" / name, tmp_path / "runs" / "other"):
+        folder.mkdir(parents=True)
+    jobs = Jobs(tmp_path / "runs")
+    jobs.add(["train", "a"], tmp_path / "runs" / name)
+    assert jobs.started() == [tmp_path / "runs" / name]
+    assert "cannot be started: " in jobs.said(tmp_path / "runs" / name)

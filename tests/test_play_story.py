@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from observe_browser import Browser
+from patience import PATIENCE
 from playing import IDLE, drop, give, press, slide, until
 
 from fivefold.plan.cluster import measured
@@ -75,7 +76,7 @@ def served(folder: Path) -> Iterator[str]:
         finally:
             process.terminate()
         assert process.stderr.read() == ""
-        process.wait(20)
+        process.wait(20 * PATIENCE)
 
 
 def go(browser: Browser, part: str, ready: str) -> None:

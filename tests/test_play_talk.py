@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from observe_run import make_run as with_metrics
+from patience import PATIENCE
 from playing import Play, playing
 from test_chat import make_run
 
 from fivefold.checkpoint import store, write
 from fivefold.play.talk import KINDS, LIKELIEST, MOST_TEXT, Talker
-from fivefold.train.generate import BASE, Sampling, generate_text, open_run
+from fivefold.train.generate import Sampling, generate_text, open_run
 
 HOSTILE = "<img src=x onerror=alert(1)> \x1b[31m {{ 7 * 7 }} ' \" </script>\n"
 
@@ -61,7 +62,7 @@ def test_a_text_is_continued_as_the_command_does(play: Play, folder: Path) -> No
         str(folder / n) for n in ("base", "plain", "empty")
     }
     [about, end] = ask(play, run=run)
-    assert about["about"] == {"step": 1, "steps": [0, 1], "chat": False, "context": 64, "note": BASE}
+    assert about["about"] == {"step": 1, "steps": [0, 1], "chat": False, "context": 64}
     assert end == {"end": "complete"}
     module, recipe, tokenizer = open_run(folder / "base", checkpoint=store.chosen(folder / "base", 0))
     assert tokenizer is not None
@@ -90,7 +91,7 @@ def test_a_text_is_continued_as_the_command_does(play: Play, folder: Path) -> No
 def test_a_conversation_goes_on(play: Play, folder: Path) -> None:
     given = {"run": str(folder / "plain"), "step": 0, "max_tokens": 8, "system": "Be kind."}
     about, *pieces, _ = ask(play, **given, text="Hello")
-    assert (about["about"]["chat"], about["about"]["note"]) == (True, "")
+    assert about["about"]["chat"]
     answer = "".join(piece["text"] for piece in pieces)
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": answer}]
     _, *again, _ = ask(play, **given, text="Hello")
@@ -132,9 +133,9 @@ def test_the_next_question_ends_the_one_before(play: Play, folder: Path) -> None
         ({"step": True}, "step: must be of type int"),
         ({"text": 3}, "text: must be of type str or"),
         ({"temperature": "hot"}, "temperature: must be of type int or float"),
-        ({"temperature": 10**400}, "temperature 100"),
+        ({"temperature": 10**400}, "temperature: at most 100"),
         ({"seed": True}, "seed: must be of type int"),
-        ({"max_tokens": 10**6}, "at most 10,000 tokens"),
+        ({"max_tokens": 10**6}, "max_tokens: at most 10,000"),
         ({"text": "x" * (MOST_TEXT + 1)}, "200,000 characters"),
     ],
 )
@@ -169,7 +170,7 @@ def test_the_process_may_die(folder: Path, capfd: pytest.CaptureFixture[str]) ->
     left = talker.answer(str(talker.ask(long)))
     assert "about" in next(line for line in left if line)
     del left  # nobody listens any more
-    while "end" not in (line := talker.lines.get(timeout=20)):
+    while "end" not in (line := talker.lines.get(timeout=20 * PATIENCE)):
         pass
     assert line == {"end": "stopped"}
     first = talker.answer(str(talker.ask(long)))
@@ -184,7 +185,31 @@ def test_the_process_may_die(folder: Path, capfd: pytest.CaptureFixture[str]) ->
     assert [*talker.answer(str(talker.ask(given)))][-1] == {"end": "complete"}
     assert talker.process.stdin is not None
     talker.process.stdin.close()
-    assert talker.process.wait(20) == 0, "it ends with the server"
+    assert talker.process.wait(20 * PATIENCE) == 0, "it ends with the server"
+
+
+@pytest.mark.parametrize("why", ["idle", "closed", "the server was killed"])
+def test_the_process_ends_without_a_word(why: str) -> None:
+    """Python aborts where a thread waits for input, and a traceback tells nobody anything."""
+    code = (
+        "from contextlib import suppress; from fivefold.play import talk\n"
+        f"talk.IDLE_S = {0.3 if why == 'idle' else 60}\n"
+        "talk.answered = lambda *_: iter([{'text': 'x' * 100_000}] * 3)\n"
+        "with suppress(BrokenPipeError): talk.main()"
+    )
+    line = [sys.executable, "-c", code]
+    with subprocess.Popen(line, stdin=-1, stdout=-1, stderr=-1) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        if why == "the server was killed":  # while it answers
+            process.stdin.write(b'{"id": 1}\n')
+            process.stdin.flush()
+            process.stdout.read(1)
+            process.stdout.close()
+        if why != "idle":
+            process.stdin.close()
+        assert process.stderr is not None
+        assert (process.wait(20 * PATIENCE), process.stderr.read()) == (0, b"")
 
 
 def test_half_a_line_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -282,7 +282,7 @@ def test_the_page_of_the_wheel_stands_alone() -> None:
         assert (REPO / found[2]).exists(), link
     assert "<!--" not in text
     assert "make train" not in text, "the wheel has no Makefile"
-    assert text.index("pip install fivefold") < text.index("## ")
+    assert text.index("pip install 'fivefold[play]'") < text.index("## ")
     assert all(link.startswith(project["urls"]["Repository"]) for link in project["urls"].values())
     assert project["authors"]
     assert {f"Programming Language :: Python :: 3.{minor}" for minor in (11, 13)} <= {*project["classifiers"]}

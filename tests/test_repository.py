@@ -51,3 +51,11 @@ def test_mutations_fit_the_program() -> None:
     """Each wrong line of tests/mutations has its place, and each room of the program has one."""
     module = runpy.run_path(str(REPO / "tests" / "mutations" / "run.py"))
     assert module["faults"]() == []
+
+
+def test_waits_of_pages_take_patience() -> None:
+    """A machine that is busy with other things waits longer (FIVEFOLD_TEST_PATIENCE) and fails no test of a page."""
+    files = [*(REPO / "tests").glob("*play*.py"), *(REPO / "tests").glob("*browser.py")]
+    fixed = re.compile(r"(?:timeout=|monotonic\(\) \+ |\.(?:join|wait)\()[1-9][\d.]*(?! \* PATIENCE)\b[,)\n]")
+    assert len(files) > 10
+    assert {file.name: found for file in files if (found := fixed.findall(file.read_text()))} == {}

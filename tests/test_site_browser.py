@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import observe_browser
 import pytest
 from commands import REPO
+from patience import PATIENCE
 
 PROGRAM = observe_browser.find()
 SITE = REPO / "build" / "site"
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def browser() -> Iterator[observe_browser.Browser]:
     assert PROGRAM
-    with observe_browser.Browser(PROGRAM, timeout=60) as found:
+    with observe_browser.Browser(PROGRAM, timeout=60 * PATIENCE) as found:
         yield found
 
 
@@ -57,14 +58,21 @@ def test_formulas_are_drawn(browser: observe_browser.Browser, name: str) -> None
     assert [mark for mark in ("$", r"\(", r"\[", r"\frac", "arithmatex") if mark in text] == []
 
 
-def test_the_search_of_a_site_opened_as_files(browser: observe_browser.Browser) -> None:
+@pytest.mark.parametrize(
+    ("words", "most", "first"),
+    [("DeepSeek", None, "docs/"), ("out of memory", 1, "docs/start/troubleshooting")],
+)
+def test_the_search_of_a_site_opened_as_files(
+    browser: observe_browser.Browser, words: str, most: int | None, first: str
+) -> None:
+    """most: results among which one page is."""
     browser.open(SITE / "index.html")
     browser.evaluate("document.querySelector('[data-md-toggle=search]').click()")
     browser.evaluate("document.querySelector('[data-md-component=search-query]').focus()")
-    browser.call("Input.insertText", text="DeepSeek")
+    browser.call("Input.insertText", text=words)
     links = "[...document.querySelectorAll('.md-search-result__link')].map(e => e.href)"
-    end = time.monotonic() + 60
+    end = time.monotonic() + 60 * PATIENCE
     while not (found := browser.evaluate(links)):
         assert time.monotonic() < end, browser.errors
         time.sleep(0.1)
-    assert any(link.split("/build/site/")[1].startswith("docs/") for link in found)
+    assert any(link.split("/build/site/")[1].startswith(first) for link in found[:most])

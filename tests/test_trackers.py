@@ -9,8 +9,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import data_recipes
 import pytest
+from typer.testing import CliRunner
 
+from fivefold.cli.main import app
 from fivefold.errors import UserError
 from fivefold.observe import trackers
 from fivefold.observe.metrics import MetricsWriter, read_metrics
@@ -168,6 +171,42 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(row["step"], row.get("train/loss"), row.get("val/accuracy")) for row in found] == [
         (1, 2.0, None), (2, 3.0, None), (2, None, 0.25), (3, 4.0, None), (3, None, 0.25),
     ]  # fmt: skip
+
+
+def test_a_run_that_wandb_and_mlflow_have_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder is read, exported and resumed as any other, whatever these libraries left in it."""
+    for name in ("wandb", "mlflow"):
+        pytest.importorskip(name, reason=f"needs the extra `{name}`")
+    for name in ("WANDB_API_KEY", "WANDB_PROJECT", "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    source, run = data_recipes.write(tmp_path / "text.txt", "some text to train on\n" * 200), tmp_path / "run"
+    sets = ["model.layers=1", "model.dim=16", "model.heads=2", "model.seq_len=16", "train.steps=2",
+            "train.global_batch_size=2", "checkpoint.every=1", "observe.tracker=wandb,mlflow"]  # fmt: skip
+    recipe = change(
+        data_recipes.recipe_of(source, tmp_path / "cache", tokenizer="bytes", val_fraction=0.0), sets
+    )
+    run_command(recipe, out=run, fork=False)
+    assert [path for path in run.rglob("*") if path.is_symlink()], "wandb links to its log"
+    run_command(load(run / "recipe.toml", ["train.steps=3"]), out=run, resume=True, fork=False)
+    assert len([*run.glob("wandb/offline-run-*")]) == 2
+    for words in (["generate", str(run), "--max-tokens", "2"], ["report", str(run)],
+                  ["checkpoints", str(run), "--verify"], ["export", str(run), str(tmp_path / "hf")]):  # fmt: skip
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, (words, done.output)
+
+
+def test_wandb_is_not_led_away(tmp_path: Path) -> None:
+    """wandb opens the files of a start by names that can be foreseen: links that wait there are refused."""
+    home, outside = tmp_path / "wandb", tmp_path.parent / "outside"
+    past, future = home / "run-20200101_000000-ab", home / "offline-run-29990101_000000-ab"
+    for folder in (past, future):
+        (folder / "logs").mkdir(parents=True)
+    (past / "logs" / "debug-core.log").symlink_to(outside)
+    trackers._require_unlinked(home)
+    (future / "run-ab.wandb").symlink_to(outside)
+    with pytest.raises(UserError, match="leads out of"):
+        trackers._require_unlinked(home)
 
 
 def test_mlflow_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

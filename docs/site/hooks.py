@@ -39,6 +39,8 @@ LANGUAGES = {
 }
 PUBLIC = "{show_root_heading: false, show_root_toc_entry: false, show_submodules: false, show_if_no_docstring: true}"
 ROOM = "---\ntitle: {}\nsearch:\n  boost: 0.2\n---\n"  # below the pages that explain
+ASKED = "docs/start/troubleshooting.md"
+"""Who searches words of an error, such as "out of memory", finds this page first."""
 SILENT = "---\nsearch:\n  exclude: true\n---\n"
 
 
@@ -160,6 +162,8 @@ def reference() -> dict[str, str]:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Leads links to programs and folders to their pages."""
+    if page.file.src_uri == ASKED:
+        page.meta["search"] = {"boost": 8}
 
     def lead(found: re.Match[str]) -> str:
         link = found[0]

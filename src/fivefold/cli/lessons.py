@@ -186,8 +186,8 @@ def _notes(rows: list[Row]) -> list[str]:
         share, modules = row.undivided if row.plan else (0.0, [])
         if share:
             lines.append(
-                f"  {row.technique}: tp does not divide {share:.1%} of the parameters ({', '.join(modules)}): "
-                "with sp its ranks have different tokens there"
+                f"  {row.technique}: {', '.join(modules)} ({share:.1%} of the parameters) are not cut by tp, so with "
+                "sp each rank computes other tokens through them whole and keeps whole states"
             )
         if isinstance(row.measured, str):
             lines.append(f"  {row.technique}: was not measured: {row.measured}")

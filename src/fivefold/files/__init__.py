@@ -5,6 +5,7 @@ from fivefold.files.reading import (
     MOST_INDEX,
     MOST_JSON,
     MOST_TRACE,
+    UNOPENED,
     guard,
     inside,
     open_file,

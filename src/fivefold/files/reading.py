@@ -169,6 +169,8 @@ def understood(path: Path) -> Iterator[None]:
         raise UserError(f"{path} is damaged, or was not written by Fivefold ({what})") from None
 
 
+UNOPENED = (".wandb", "wandb")
+"""Folders that the tracker's library keeps in a run folder, with links that lead out. Nothing of ours opens them."""
 _guarded: dict[Path, tuple[Path, ...]] = {}
 """Guarded folders, and where files in them may lie."""
 
@@ -179,8 +181,8 @@ def guard(folder: Path, *, look: bool = True) -> None:
     A run folder or a model may come from anybody, and a link in it would let them choose which file we overwrite. The
     folder itself may be a link. A snapshot of a Hugging Face cache may link to the blobs beside it.
 
-    look: goes through the folder now, and refuses such links, and whatever is neither a file nor a folder (a pipe would
-    block who opens it). Raises UserError: the folder has one."""
+    look: goes through the folder now, without what is `UNOPENED` in it, and refuses such links, and whatever is neither
+    a file nor a folder (a pipe would block who opens it). Raises UserError: the folder has one."""
     home = Path(os.path.abspath(folder))  # as `inside` looks it up
     real = Path(os.path.realpath(home))
     blobs = (real.parent.parent / "blobs",) if real.parent.name == "snapshots" else ()
@@ -193,7 +195,7 @@ def guard(folder: Path, *, look: bool = True) -> None:
                 if entry.is_symlink():
                     inside(path)
                 elif entry.is_dir(follow_symlinks=False):
-                    waiting.append(path)
+                    waiting += [path] * (entry.name not in UNOPENED)
                 elif not entry.is_file(follow_symlinks=False):
                     raise UserError(f"{path} is neither a file nor a folder. Remove it")
 

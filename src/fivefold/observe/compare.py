@@ -212,11 +212,13 @@ def _curve(run: ComparedRun, axis: str, kind: str, low: float, most: int) -> tup
 
 def best(runs: Sequence[ComparedRun]) -> dict[str, float]:
     """The lowest loss of each kind, of those that compare."""
-    comparable = SMALLEST_IS_BEST
-    if _other_texts(runs):
-        comparable = set()
-    elif TOKENIZER_KEYS & differences(runs).keys():
-        comparable = {"val_bits_per_byte"}
+    comparable, changed = SMALLEST_IS_BEST, differences(runs).keys()
+    if _other_texts(runs) or "model.seq_len" in changed:
+        comparable = set[str]()
+    if "train.val_sequences" in changed:
+        comparable = comparable & {"loss"}
+    if TOKENIZER_KEYS & changed:
+        comparable = comparable & {"val_bits_per_byte"}
     figures = [run.figures for run in runs]
     values = {key: [f[key] for f in figures if math.isfinite(f.get(key, math.nan))] for key in comparable}
     return {key: min(some) for key, some in values.items() if some}

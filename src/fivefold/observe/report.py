@@ -272,25 +272,35 @@ def first_weights(run: Path) -> str:
 
 
 def recipe_text(path: Path, recipe: Recipe | None) -> str:
-    """recipe.toml with marks on fields that differ from their defaults. A field's meaning is its tooltip."""
+    """Of recipe.toml the fields that differ from their defaults, then all of it, folded. A field's meaning is its
+    tooltip."""
     if not path.is_file():
         return '<p class="none">This run has no recipe.toml.</p>'
     known = {field.key: field for field in explain(recipe)} if recipe else {}
-    section, blocks = "", [""]
+    section, blocks, own = "", [""], [""]  # own: without the fields that are as by default
     for line in read_bytes(path, MOST_BYTES).decode("utf-8", "replace").splitlines():
         text = escape(printable(line))
         if line.startswith("["):
             section = line.strip("[] ")
             blocks.append(f'<span class="section">{text}</span>\n')
+            own.append(blocks[-1])
         elif text:
             field = known.get(f"{section}.{line.split('=')[0].strip()}")
             # A default of None is derived from other fields, so such a value is not a change.
             changed = field is not None and field.default is not None and not field.is_default
             doc = f' title="{escape(field.doc)}"' if field else ""
             blocks[-1] += f"<span{' class=changed' * changed}{doc}>{text}</span>\n"
-    shown = "".join(f"<div>{block}</div>" for block in blocks if block)
-    legend = '<p class="aside"><span class="key">Marked</span> fields differ from their defaults.</p>'
-    return f'{legend if known else ""}<pre class="recipe">{shown}</pre>'
+            own[-1] += f"<span{doc}>{text}</span>\n" * changed
+    whole = _in_columns([block for block in blocks if block])
+    if not known:
+        return whole
+    few = _in_columns([block for block in own if block.count("\n") > 1])
+    legend = '<p class="aside">Fields that differ from their defaults.</p>'
+    return f"{legend}{few}<details><summary>All fields</summary>{whole}</details>"
+
+
+def _in_columns(blocks: Sequence[str]) -> str:
+    return f'<pre class="recipe">{"".join(f"<div>{block}</div>" for block in blocks)}</pre>'
 
 
 def machine(path: Path) -> str:

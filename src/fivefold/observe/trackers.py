@@ -26,7 +26,17 @@ from threading import Thread
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from fivefold.files import Lines, inside, make_folder, open_file, read_facts, stream, write_atomically
+from fivefold.files import (
+    UNOPENED,
+    Lines,
+    guard,
+    inside,
+    make_folder,
+    open_file,
+    read_facts,
+    stream,
+    write_atomically,
+)
 
 Line = Mapping[str, Any]
 
@@ -323,6 +333,8 @@ class Wandb(Sink):
 
     def __init__(self, folder: Path, step: int, about: Mapping[str, Any]) -> None:
         wandb: Any = import_module("wandb")
+        for home in UNOPENED:
+            _require_unlinked(folder / home)
         name = remembered(folder).get("wandb") or uuid.uuid4().hex[:12]
         remember(folder, "wandb", name)
         mode = os.environ.get("WANDB_MODE") or ("online" if _logged_in(wandb) else "offline")
@@ -355,6 +367,15 @@ class Wandb(Sink):
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _require_unlinked(home: Path) -> None:
+    """wandb writes into home/[offline-]run-TIME-ID as it finds it, and `guard` has not looked there. Raises UserError:
+    somebody has put links that lead out into such a folder of a time to come."""
+    now = time.strftime("%Y%m%d_%H%M%S")
+    for path in inside(home).glob("*run-*-*"):
+        if path.name.partition("run-")[2] >= now:
+            guard(inside(path))
 
 
 def _logged_in(wandb: Any) -> bool:

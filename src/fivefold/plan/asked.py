@@ -17,13 +17,14 @@ from fivefold.recipe import Recipe, load
 @dataclass(frozen=True)
 class Typed:
     """What is asked of a plan: RECIPE, --set, --cluster, what to assume, by option, and --software ("": this
-    program)."""
+    program). rough: in round numbers on this machine, if it was not measured."""
 
     name: str
     sets: list[str]
     cluster: str
     given: Mapping[str, float] = field(default_factory=dict)
     software: str = ""
+    rough: bool = False
 
 
 def read(
@@ -32,7 +33,7 @@ def read(
     """The recipe, the cluster and the software that a plan is for. search: of layouts and microbatches. Raises
     UserError: something of it is wrong."""
     free = ["train.microbatch_size=none"] if search else []
-    machine = with_margin(parse(typed.cluster), typed.given.get("--margin"))
+    machine = with_margin(parse(typed.cluster, typed.rough), typed.given.get("--margin"))
     recipe = load(typed.name, free + typed.sets, layout, devices=machine.devices)
     if params is not None:
         recipe = recipe.model_copy(update={"model": shape(params, resolved(recipe).model)})

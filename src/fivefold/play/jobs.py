@@ -165,9 +165,8 @@ class Jobs:
     def started(self) -> list[Path]:
         """The folders of new runs that were started here, as far as they are there."""
         with suppress(OSError):
-            logs = sorted(self.folder.glob("*.log"))
-            folders = [(self.home / log.stem.rpartition("-")[0], log) for log in logs]
-            return [folder for folder, log in folders if self.log(folder) == log and folder.is_dir()]
+            logs = {*self.folder.glob("*.log")}
+            return [one for one in sorted(self.home.iterdir()) if self.log(one) in logs and one.is_dir()]
         return []
 
     def log(self, run: Path) -> Path:

@@ -70,11 +70,11 @@ def answer(
     try:
         at, layout, base, machine = moved(at, moves)
     except UserError as error:
-        return {"problem": _words(error), "nearest": []} | _unmeasured(at, moves)
+        return {"problem": _words(error), "nearest": []}
     here = at.device == LOCAL
     title = f"{HERE}, {several(at.devices, 'rank')}" if here else f"{at.devices:,} x {at.device}"
     found: dict[str, Any] = {"position": at.as_json(), "title": title, "here": here}
-    found["devices"] = at.devices
+    found |= {"devices": at.devices, "measure": _rough(at)}
     found["controls"] = controls(at, base, machine, layout)
     try:
         recipe, machine, software = read(at.typed, at.layout)
@@ -95,14 +95,9 @@ def answer(
     return found | shown | {"problem": problem, "nearest": near} | _said(at, apply(recipe, plan))
 
 
-def _unmeasured(at: Position, moves: Mapping[str, str]) -> dict[str, Any]:
-    """What is known where moves lead to this machine, which was not measured."""
-    with suppress(UserError):
-        for key, value in moves.items():
-            at, _ = other(at, key, value, 0)
-    if at.device != LOCAL or measured.load() is not None:
-        return {}
-    return {"position": at.as_json(), "title": HERE, "measure": True}
+def _rough(at: Position) -> bool:
+    """True for this machine, if it was not measured: its times are round numbers, and nobody knows its peak."""
+    return at.device == LOCAL and measured.load() is None
 
 
 def _words(error: UserError) -> str:
@@ -117,7 +112,7 @@ def _shown(at: Position, recipe: Recipe, plan: Plan, width: int) -> dict[str, An
     figures = [
         ("Step", drawn.duration_text(plan.step.seconds), f"{s.microbatches:,} x {sequences} per rank"),
         ("Tokens per second", f"{plan.tokens_per_s:,.0f}", f"{plan.tokens_per_s / plan.ranks:,.0f} per device"),
-        ("MFU", f"{plan.mfu:.1%}", f"in {s.mode}"),
+        ("MFU", "–" if _rough(at) else f"{plan.mfu:.1%}", f"in {s.mode}"),
         ("Memory per device", memory_text(plan.peak_bytes), fits),
         *_run(at, recipe, plan),
     ]  # fmt: skip

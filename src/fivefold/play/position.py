@@ -80,7 +80,7 @@ class Position:
 
     @property
     def typed(self) -> Typed:
-        return Typed(self.recipe, [*self.sets], self.cluster, self.given, self.software)
+        return Typed(self.recipe, [*self.sets], self.cluster, self.given, self.software, rough=True)
 
     @property
     def device(self) -> str:

@@ -15,17 +15,19 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import parse_qs
 
 import uvicorn
 from anyio import to_thread
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import cookie_parser
+from starlette.requests import ClientDisconnect, cookie_parser
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
@@ -33,6 +35,7 @@ from fivefold.draw.canvas import STYLE, css
 from fivefold.errors import UserError
 from fivefold.launch.verdict import stopping_signals
 from fivefold.observe.format import asset
+from fivefold.play.connections import Connection
 from fivefold.play.state import MOST_BYTES, State, get
 
 ADDRESS = "127.0.0.1"
@@ -40,15 +43,15 @@ NAMES = {ADDRESS, "localhost", "[::1]"}
 """Hosts that a request may name: a tunnel may end at another port, or at ::1."""
 PORT = 6007
 PARTS = {
-    "train": "Train",
-    "machine": "Machine",
-    "runs": "Runs",
-    "talk": "Talk",
-    "prove": "Prove",
     "text": "Text",
+    "train": "Train",
+    "talk": "Talk",
+    "runs": "Runs",
+    "machine": "Machine",
+    "prove": "Prove",
 }
-"""In the page's order. Each is a file `play/PART.py` with `routes(state)`, and `play/page/PART.js` with `show`. A part
-may limit what is sent to it by its own `MOST_BYTES`."""
+"""In the order of the work, which is the page's. Each is a file `play/PART.py` with `routes(state)`, and
+`play/page/PART.js` with `show`. A part may limit what is sent to it by its own `MOST_BYTES`."""
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 HEADERS = {
     "Cache-Control": "no-store",
@@ -132,7 +135,8 @@ class Guard:
                 raise HTTPException(413, "this is more than the page takes")
             return message
 
-        await self.app(scope, limited, answer)
+        with suppress(ClientDisconnect):  # nobody is there to be answered
+            await self.app(scope, limited, answer)
 
     def _refused(self, scope: Any, more: dict[str, str]) -> Response | None:
         """What is answered in place of what was asked for; None: it may be answered. more: gets headers of the
@@ -198,9 +202,9 @@ def listen(host: str, port: int | None) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """Serves the application, and says nothing about each request."""
+    """Serves the application, and says nothing about each request. limits: of a `Connection`."""
 
-    def __init__(self, app: Guard) -> None:
+    def __init__(self, app: Guard, **limits: Any) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -209,6 +213,8 @@ class Server(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 ws="none",
+                http=cast("Any", partial(Connection, **limits)),
+                backlog=8,  # so many connections are taken at once, before one of them can be counted
                 timeout_graceful_shutdown=3,
             )
         )

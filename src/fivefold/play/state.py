@@ -9,7 +9,7 @@ import json
 import math
 import os
 import shlex
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -26,7 +26,7 @@ from starlette.routing import Route
 from fivefold.data import talk
 from fivefold.data.sources import TOKENS, Source, find
 from fivefold.errors import CheckFailed, UserError, did_you_mean, printable
-from fivefold.files import guard, in_use, parse_json
+from fivefold.files import UNOPENED, guard, in_use, parse_json
 from fivefold.observe.metrics import FILE, last_line
 from fivefold.observe.report import run_recipe
 from fivefold.play.commands import Commands
@@ -130,8 +130,9 @@ class State:
 
 
 def _links(folder: Path) -> Iterator[Path]:
-    """All links below a folder."""
+    """All links below a folder, in what is opened there."""
     for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in UNOPENED or Path(place, name).is_symlink()]
         yield from (one for name in (*folders, *names) if (one := Path(place, name)).is_symlink())
 
 
@@ -201,18 +202,25 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _answer(content: Any, code: int = 200) -> Response:
+def as_answer(content: Any, code: int = 200) -> Response:
     return Response(as_json(content), code, media_type="application/json")
 
 
-async def _called(function: Callable[..., Any], *given: Any) -> tuple[Any, int]:
-    """What a function returns, called in a thread, and 200; or what is wrong, and 400."""
+async def called(answer: Awaitable[Any]) -> tuple[Any, int]:
+    """What an answer is, and 200; or what is wrong, of the request or of this machine, and 400."""
     try:
-        return await to_thread.run_sync(function, *given), 200
-    except (UserError, CheckFailed) as error:
+        return await answer, 200
+    except UserError as error:
+        return {"error": str(error), "key": error.problems[0].key}, 400
+    except CheckFailed as error:
         return {"error": str(error)}, 400
     except OSError as error:
         return {"error": printable(f"{error.filename or 'this machine'}: {error.strerror}")}, 400
+
+
+def _called(function: Callable[..., Any], *given: Any) -> Awaitable[tuple[Any, int]]:
+    """The same of a function, which is called in a thread."""
+    return called(to_thread.run_sync(function, *given))
 
 
 def _route(method: str, path: str, function: Callable[[Params], Any]) -> Route:
@@ -226,9 +234,9 @@ def _route(method: str, path: str, function: Callable[[Params], Any]) -> Route:
             with suppress(ValueError, RecursionError):
                 given = parse_json(await request.body())
         if not isinstance(given, dict):
-            return _answer({"error": "the request's body must be a JSON object"}, 400)
+            return as_answer({"error": "the request's body must be a JSON object"}, 400)
         found, code = await _called(function, given)
-        return found if isinstance(found, Response) else _answer(found, code)
+        return found if isinstance(found, Response) else as_answer(found, code)
 
     return Route(path, answer, methods=[method])
 

@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from select import select
 from typing import TYPE_CHECKING, Any
 
 from starlette.routing import Route
@@ -61,10 +62,11 @@ def question(state: State, given: Params) -> dict[str, Any]:
         found[key] = given.get(key, default)
         if type(found[key]) not in kinds:
             raise UserError(f"{key}: must be of type {' or '.join(kind.__name__ for kind in kinds)}")
-    if found["max_tokens"] > MOST_TOKENS or found["temperature"] > HOTTEST or len(str(found)) > MOST_TEXT:
-        raise UserError(
-            f"at most {MOST_TOKENS:,} tokens, temperature {HOTTEST}, and {MOST_TEXT:,} characters in all"
-        )
+    for key, most in (("max_tokens", MOST_TOKENS), ("temperature", HOTTEST)):
+        if found[key] > most:
+            raise UserError(f"{key}: at most {most:,}")
+    if len(str(found)) > MOST_TEXT:
+        raise UserError(f"text: at most {MOST_TEXT:,} characters in all")
     return found
 
 
@@ -138,7 +140,7 @@ def answered(chats: dict[str, Chat], question: dict[str, Any]) -> Iterator[dict[
 
     from fivefold.checkpoint import store
     from fivefold.data.chat import NotAConversation, messages_of
-    from fivefold.train.generate import BASE, Sampling, open_chat
+    from fivefold.train.generate import Sampling, open_chat
 
     run = Path(question["run"])
     checkpoint = store.chosen(run, question["step"])
@@ -147,7 +149,7 @@ def answered(chats: dict[str, Chat], question: dict[str, Any]) -> Iterator[dict[
         chats[str(checkpoint)] = open_chat(run, checkpoint)
     chat, steps = chats[str(checkpoint)], [store.step_in(folder) for folder in store.checkpoints(run)]
     about = {"step": store.step_in(checkpoint), "steps": steps, "chat": chat.template is not None}
-    yield {"about": about | {"context": chat.model.seq_len, "note": "" if chat.template else BASE}}
+    yield {"about": about | {"context": chat.model.seq_len}}
     if question["text"] is None:
         return
     try:
@@ -174,34 +176,32 @@ def answered(chats: dict[str, Chat], question: dict[str, Any]) -> Iterator[dict[
 
 def main() -> None:
     """Answers questions, lines of JSON: {id, ...} begins an answer, and any line ends the one before. Ends with its
-    input, or when nothing comes for IDLE_S."""
+    input, or when nothing comes for IDLE_S. It has no thread: one that waits for input would let Python abort at the
+    end."""
     os.nice(NICE)
-    waiting: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-
-    def read() -> None:
-        for line in sys.stdin.buffer:
-            waiting.put(json.loads(line))
-        waiting.put(None)
-
-    threading.Thread(target=read, daemon=True).start()
-    out = os.fdopen(os.dup(1), "w")
+    out, rest, chats = os.dup(1), b"", dict[str, Any]()
     os.dup2(2, 1)  # what libraries print is no answer
-    chats: dict[str, Chat] = {}
-    while (question := waiting.get(timeout=IDLE_S)) is not None:
-        if "id" not in question:
-            continue
-        last: dict[str, Any] = {"end": "complete"}
-        try:
-            for line in answered(chats, question):
-                print(json.dumps({"id": question["id"]} | line), file=out, flush=True)
-                if not waiting.empty():
-                    last = {"end": "stopped"}
-                    break
-        except (UserError, CheckFailed, OSError) as error:  # a checkpoint may just have been removed
-            last = {"end": "error", "error": str(error)}
-        print(json.dumps({"id": question["id"]} | last), file=out, flush=True)
+
+    def tell(question: dict[str, Any], line: dict[str, Any]) -> None:
+        os.write(out, json.dumps({"id": question["id"]} | line).encode() + b"\n")
+
+    while select([0], [], [], IDLE_S)[0] and (piece := os.read(0, 1 << 16)):
+        *lines, rest = (rest + piece).split(b"\n")
+        for number, text in enumerate(lines, 1):
+            if "id" not in (question := json.loads(text)):
+                continue
+            last: dict[str, Any] = {"end": "complete"}
+            try:
+                for line in answered(chats, question):
+                    tell(question, line)
+                    if number < len(lines) or select([0], [], [], 0)[0]:
+                        last = {"end": "stopped"}
+                        break
+            except (UserError, CheckFailed, OSError) as error:  # a checkpoint may just have been removed
+                last = {"end": "error", "error": str(error)}
+            tell(question, last)
 
 
 if __name__ == "__main__":
-    with suppress(queue.Empty):
+    with suppress(BrokenPipeError):  # the server was killed
         main()

@@ -95,13 +95,14 @@ def watched(state: State, run: Path) -> Iterator[Any]:
 
 
 def about(run: Path) -> dict[str, Any]:
-    """What changes only when the run is resumed: {recipe, layout, command, resume}."""
+    """What changes only when the run is resumed: {recipe, layout, command, resume, generate}."""
     path = run / "recipe.toml"
     return {
         "recipe": printable(read_text(path, MOST_BYTES)),
         "layout": watch.layout_of(run),
         "command": command(["train", str(path)]),
         "resume": command(["train", str(run), "--resume"]),
+        "generate": command(["generate", str(run)]),
     }
 
 
@@ -128,7 +129,7 @@ def _changes(given: Params) -> tuple[list[str], str | None]:
             f"set: at most {MOST_SETS} texts section.key=value; layout: a text. {LONGEST} characters each"
         )
     if wrong := next((text for text in sets if text.startswith("-") or "=" not in text), None):
-        raise UserError(f"'{wrong}' must have the form section.key=value")
+        raise UserError(f"set: '{wrong}' must have the form section.key=value")
     return sets, layout
 
 

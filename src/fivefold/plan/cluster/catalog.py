@@ -183,12 +183,11 @@ def description(cluster: Cluster) -> str:
     if cluster.machine is not None:
         head.append("as measured, with its messages (fivefold bench hardware)")
     else:
-        libraries = {"attention": device.attention} | ({"cuDNN's": device.cudnn} if device.cudnn else {})
         narrow = f" ({device.matmul_fp8:.0%} in fp8)" if device.matmul_fp8 else ""
-        shares = f"matmul {device.matmul:.0%}{narrow}, " + ", ".join(
-            f"{name} {ahead:.0%} and {back:.0%}" for name, (ahead, back) in libraries.items()
-        )
-        head.append(f"reached of it: {shares} (forward, backward)")
+        head += ["share of that which is reached", f"  matmul             {device.matmul:.0%}{narrow}"]
+        for name, found in (("attention", device.attention), ("cuDNN's attention", device.cudnn)):
+            if found:
+                head.append(f"  {name:17}  {found[0]:.0%} forward, {found[1]:.0%} backward")
     if device.assumed:
         head.append(f"assumed, not measured: {', '.join(device.assumed)}")
     if sheet:

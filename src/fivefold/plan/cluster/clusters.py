@@ -11,7 +11,7 @@ from typing import Any
 
 from fivefold.errors import UserError, did_you_mean
 from fivefold.files import parse_toml, read_bytes
-from fivefold.host import tables
+from fivefold.host import cores, memory_bytes, tables
 from fivefold.host.devices import BY_NAME, GB, GIB, PCIE, sheet_of
 from fivefold.plan.cluster import measured
 from fivefold.plan.cluster.devices import Cluster, Device, Link, Storage, Wiring, copies, of_table
@@ -150,12 +150,12 @@ def with_margin(cluster: Cluster, percent: float | None) -> Cluster:
     )
 
 
-def parse(text: str) -> Cluster:
+def parse(text: str, rough: bool = False) -> Cluster:
     """Reads `h100:64` or `64xh100` (64 devices, in nodes as they are sold), `h100:8x4` (8 nodes of 4), or `my.toml`,
     `my.toml:64`.
 
-    Without a number `devices` is 0, and the cluster has as many devices as the layout needs. Raises UserError: unknown
-    cluster, impossible number of devices, broken file."""
+    Without a number `devices` is 0, and the cluster has as many devices as the layout needs. rough: as for `local`.
+    Raises UserError: unknown cluster, impossible number of devices, broken file."""
     text = canonical(text)
     name, colon, count = (text, "", "") if text.endswith(".toml") else text.rpartition(":")
     if not colon:
@@ -166,7 +166,7 @@ def parse(text: str) -> Cluster:
     elif key in PRESETS:
         cluster = PRESETS[key]
     elif key == LOCAL:
-        cluster = local()
+        cluster = local(rough)
     else:
         near = did_you_mean(key, [*PRESETS, LOCAL])
         raise UserError(
@@ -178,9 +178,10 @@ def parse(text: str) -> Cluster:
     return _sized(cluster, count, text) if count else cluster
 
 
-def local() -> Cluster:
-    """The cluster `local`: this machine with its measured table. Raises UserError: it has not been measured."""
-    table = measured.load()
+def local(rough: bool = False) -> Cluster:
+    """The cluster `local`: this machine with its measured table. rough: else with one in round numbers. Raises
+    UserError: it has not been measured."""
+    table = measured.load() or (measured.assumed_table(cores(), memory_bytes()) if rough else None)
     if table is None:
         raise UserError(
             "cluster 'local': this machine has not been measured; run `fivefold bench hardware` first"

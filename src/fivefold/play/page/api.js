@@ -9,7 +9,7 @@ async function answer(request) {
   const text = await response.text();
   let content;
   try { content = JSON.parse(text); } catch { throw Error(text.slice(0, 300) || `The server answers ${response.status}`); }
-  if (!response.ok) throw Error(content.error || `The server answers ${response.status}`);
+  if (!response.ok) throw Object.assign(Error(content.error || `The server answers ${response.status}`), { key: content.key });
   return content;
 }
 
@@ -32,7 +32,7 @@ export function events(path, onMessage, own = false) {
   const close = () => { source?.close(); source = null; };
   function open() {
     source = new EventSource(address(...[path].flat()));
-    source.onopen = () => { told = false; };
+    source.onopen = () => { if (told) tell(""); told = false; };
     source.onerror = () => { if (!told) tell(SILENT, true); told = true; };
     source.onmessage = (event) => {
       const found = JSON.parse(event.data);

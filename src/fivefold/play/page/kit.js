@@ -11,24 +11,41 @@ export function el(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** A button that waits for its action and tells what goes wrong. */
+/** A button that waits for its action and says what goes wrong. */
 export const button = (words, action, attributes = {}) => {
+  let mended = null;
   const made = el("button", { type: "button", ...attributes, onclick: async () => {
     made.disabled = true;
-    try { await action(); } catch (error) { tell(error.message, true); }
+    mended?.();
+    try { await action(); } catch (error) { mended = wrong(error, made); }
     made.disabled = false;
   } }, words);
   return made;
 };
 
-/** Says something at the bottom of the page, and to screen readers. */
+/** Says something at the bottom of the page, and to screen readers. What is bad stays until a click or the next part. */
 let telling;
 export function tell(words, bad = false) {
   const place = document.getElementById("told");
   place.textContent = words;
   place.className = bad ? "bad" : "";
   clearTimeout(telling);
-  telling = setTimeout(() => { place.textContent = ""; }, bad ? 15000 : 4000);
+  if (!bad) telling = setTimeout(() => { place.textContent = ""; }, 4000);
+}
+
+/** Says an error under the field that it names, and marks the field until it changes; else below `place`. Returns a
+ * function that takes it back. */
+export function wrong({ message, key }, place) {
+  if (!place.isConnected) return tell(message, true);
+  const name = (key ?? message).match(/^(?:--)?([a-z_]*)/)[1];
+  const all = [...place.closest("section, .starter, .head, main > div").querySelectorAll("[name]")].filter((one) => one.checkVisibility());
+  const field = all.find((one) => one.name === name && one.value) ?? all.find((one) => key && one.name === "set");
+  const said = el("small", { class: "wrong", role: "alert" }, message);
+  (field?.closest(".field") ?? place.closest(".row") ?? place.parentElement).append(said);
+  field?.setAttribute("aria-invalid", "true");
+  const mended = () => { said.remove(); field?.removeAttribute("aria-invalid"); };
+  field?.addEventListener("input", mended, { once: true });
+  return mended;
 }
 
 /** Text to copy, such as a command. */
@@ -74,7 +91,7 @@ export function keep(place, list, key, make) {
 /** Recipes by family: {family: names}. One that is not among them is a run's. */
 export function recipes(families, chosen) {
   const known = Object.values(families).flat().includes(chosen);
-  const made = el("select", {}, !known && chosen && el("option", {}, chosen),
+  const made = el("select", { name: "recipe" }, !known && chosen && el("option", {}, chosen),
     Object.entries(families).map(([label, names]) => el("optgroup", { label }, options(names))));
   made.value = chosen;
   return made;
@@ -82,7 +99,7 @@ export function recipes(families, chosen) {
 export const options = (names) => names.map((name) => el("option", {}, name));
 
 /** Recipe fields, one per line. */
-export const fields = (value, placeholder) => el("textarea", { rows: 3, cols: 40, placeholder, spellcheck: "false" }, value);
+export const fields = (value, placeholder) => el("textarea", { name: "set", rows: 3, cols: 40, placeholder, spellcheck: "false" }, value);
 export const lines = (area) => area.value.split("\n").map((line) => line.trim()).filter(Boolean);
 
 /** A field with its label. */

@@ -2,7 +2,7 @@
 // figures and pictures are the server's; a page that opens offline has answers that were recorded (recorded.py).
 import { button, copyable, el, field, figure, keep, picture, recipes, table } from "./kit.js";
 
-const SECOND = { cluster: "h100:64" };
+const SECOND = { cluster: "h100:64" }, LARGE = { recipe: "llama3-8b", sets: "", layout: "", price: "", ...SECOND };
 const MOST_PROVEN = 8; // ranks that a proof on this machine has, at most
 
 let made = 0; // sliders, for their names
@@ -35,12 +35,14 @@ function control({ key, range }, moves) {
 const sliders = (box, moves) => (list) => keep(box, list, (one) => `${one.key} ${one.range}`, (one) => control(one, moves));
 
 /** One machine. Of moves that come while an answer is awaited, the last one is asked for. */
-function machine(api, position, known, remove) {
+function machine(api, position, known, remove, model) {
   const title = el("h2", { tabindex: -1 }), box = el("div", { class: "sliders" }), wrong = el("div"), shown = el("div");
   const figures = el("dl", { class: "figures", "aria-live": "polite" });
+  const rough = el("div", { class: "rough", hidden: true }, el("p", { class: "aside" }, "This machine has not been measured: its times are rough."),
+    waits("Measure this machine (two minutes)", async () => { await api.post("machine/measure"); ask({}); }));
   const price = el("input", { type: "number", min: 0, step: "any", placeholder: "none" });
   const root = el("section", { class: "panel" }, el("div", { class: "row title" }, title, remove && button("Remove", remove)),
-    box, !api.recorded && field("Price per device-hour", price), figures, wrong, shown);
+    box, !api.recorded && field("Price per device-hour", price), rough, figures, wrong, shown);
   const set = sliders(box, (move, to) => ask({ move, to }));
   price.addEventListener("change", () => ask({ move: "price", to: price.value }));
   let waiting = null, asking = false, opened = false, wide = 0; // pixels for which the pictures were made
@@ -66,12 +68,8 @@ function machine(api, position, known, remove) {
   }
 
   const chosen = ({ words, position }) => button(words, async () => { await ask({ position }); title.focus(); });
-  function problem({ problem, nearest, measure, position: there }) {
-    const back = there || measure ? null : button("Back", () => ask({}));
-    return el("div", { class: "alarm", role: "alert" }, el("p", {}, problem),
-      nearest.length ? el("p", {}, "Nearest: ", nearest.map(chosen)) : null,
-      measure && waits("Measure this machine (two minutes)", async () => { await api.post("machine/measure"); ask({}); }), back);
-  }
+  const problem = ({ problem, nearest, position: there }) => el("div", { class: "alarm", role: "alert" }, el("p", {}, problem),
+    nearest.length ? el("p", {}, "Nearest: ", nearest.map(chosen)) : null, there ? null : button("Back", () => ask({})));
 
   /** A button for a command that takes long, with one to stop it. */
   function waits(words, action) {
@@ -98,7 +96,7 @@ function machine(api, position, known, remove) {
   function show(answer) {
     const { controls, here, fits, figures: facts = [], pictures = [], summary = [], command, train, toml } = answer;
     if (answer.position) position = answer.position;
-    if (answer.title) title.textContent = answer.title;
+    if (answer.title) title.textContent = position.recipe === model() ? answer.title : `${position.recipe} on ${answer.title}`;
     if (controls) {
       set(controls.filter((one) => !one.shared));
       if (document.activeElement !== price) price.value = position.price ?? "";
@@ -108,13 +106,14 @@ function machine(api, position, known, remove) {
     root.classList.toggle("empty", !box.firstChild);
     figures.replaceChildren(...facts.map((one) => figure(...one)));
     const { problem: words, nearest, measure } = answer;
-    keep(wrong, words ? [answer] : [], () => JSON.stringify([words, nearest, measure, !answer.position]), problem);
+    rough.hidden = !measure;
+    keep(wrong, words ? [answer] : [], () => JSON.stringify([words, nearest, !answer.position]), problem);
     shown.replaceChildren(...[
       facts.length > 0 && el("p", { class: "layout" }, position.layout.split(/(?<=,)/).flatMap((part) => [part, el("wbr")])),
       command && el("div", { class: "row" }, here && fits && !api.recorded &&
         button("Train this", () => api.go("train", "new", JSON.stringify(position)), { class: "main" }), fits && !api.recorded && answer.devices <= MOST_PROVEN &&
         button("Prove this layout", () => api.go("prove", position.layout, position.recipe, "", ...position.sets.split("\n").filter(Boolean))),
-        found[0]), command && found[1],
+        !measure && found[0]), command && !measure && found[1],
       el("div", { class: "pictures" }, pictures.map(([name, note, svg]) =>
         el("figure", {}, picture(svg, name), el("figcaption", {}, note)))),
       command && el("details", { open: opened, ontoggle: (event) => { opened = event.target.open; } },
@@ -134,7 +133,8 @@ function machine(api, position, known, remove) {
 export async function show(root, api) {
   const [start, { recipes: about, families }] = await Promise.all([api.get("machine/start"), api.get("train/recipes")]), all = [];
   const box = el("div", { class: "sliders" }), facts = el("div", {}), machines = el("div", { class: "machines" });
-  const set = sliders(box, (move, to) => all.forEach((one) => one.ask({ move, to })));
+  const same = (one) => one.position().recipe === recipe.value; // another model has its own size
+  const set = sliders(box, (move, to) => all.filter(same).forEach((one) => one.ask({ move, to })));
   const recipe = recipes(families, api.place?.[0] ?? start.recipe), said = el("p", { class: "aside" });
   recipe.addEventListener("change", () => all.forEach((one) => one.ask({ move: "recipe", to: recipe.value })));
 
@@ -149,7 +149,7 @@ export async function show(root, api) {
   function add(position) {
     const remove = () => { all.splice(all.indexOf(one), 1); one.root.remove(); one.end(); };
     const known = (answer) => { if (one === (all.find((each) => each.position().layout) ?? one)) shared(answer); };
-    const one = machine(api, position, known, all.length ? remove : null);
+    const one = machine(api, position, known, all.length ? remove : null, () => (api.recorded ? position.recipe : recipe.value));
     all.push(one);
     machines.append(one.root);
     return one.ask({});
@@ -158,6 +158,6 @@ export async function show(root, api) {
   root.append(...(api.recorded ? [] : [el("h1", {}, "Model and machine"), el("div", { class: "row" }, field("Recipe", recipe), more)]),
     el("section", { class: "model" }, said, box, facts), machines);
   await add(start.position ?? { recipe: recipe.value, sets: "", layout: "", cluster: `${start.local}:2`, price: "" });
-  if (!api.recorded && !start.measured) await add({ ...all[0].position(), ...SECOND });
+  if (!api.recorded && !start.measured) await add(LARGE);
   return () => all.forEach((one) => one.end());
 }

@@ -15,11 +15,12 @@ const go = (...words) => { location.hash = words.map(encodeURIComponent).join("/
 
 async function show() {
   const now = ++turn, words = place();
-  const name = parts.some((part) => part.name === words[0]) ? words[0] : parts[0]?.name;
+  const name = parts.some((part) => part.name === words[0]) ? words[0] : parts.find((part) => part.name === "train")?.name;
   for (const link of document.querySelectorAll("#tabs a"))
     link.toggleAttribute("aria-current", link.hash === `#${name}`);
   leave?.();
   leave = null;
+  document.querySelector("#told.bad")?.replaceChildren();
   if (!name) return root.replaceChildren(el("p", {}, "This server has no parts."));
   document.title = `${parts.find((part) => part.name === name).title} - Fivefold`;
   const page = el("div", { class: name });
@@ -35,6 +36,7 @@ async function show() {
 
 // The token has become a cookie: it need not stay in the address
 if (location.search) history.replaceState(null, "", location.pathname + location.hash);
+document.getElementById("told").addEventListener("click", () => tell(""));
 try {
   parts = (await asked.get("parts")).parts;
   document.getElementById("tabs").append(...parts.map((part) => el("li", {}, el("a", { href: `#${part.name}` }, part.title))));

@@ -9,8 +9,8 @@ const IS = { runs: "Running.", ended: "It has ended without a result." };
 export async function show(root, api) {
   const [{ families }, { modes, collectives }] = await Promise.all([api.get("train/recipes"), api.get("prove/choices")]);
   const [given, of = "quickstart", name, ...sets] = api.place, recipe = recipes(families, of);
-  const layout = el("input", { value: given ?? "dp=2", size: 16, spellcheck: "false" }), mode = el("select", {}, options(modes));
-  const steps = el("input", { type: "number", value: 3, min: 1, max: 20 }), result = el("div");
+  const layout = el("input", { name: "layout", value: given ?? "dp=2", size: 16, spellcheck: "false" }), mode = el("select", { name: "mode" }, options(modes));
+  const steps = el("input", { name: "steps", type: "number", value: 3, min: 1, max: 20 }), result = el("div");
   const set = fields(sets.join("\n"), "model.layers=2\ndata.source=stdlib");
   root.append(el("h1", {}, "Prove"), el("section", {}, el("h2", {}, "A layout against one process"),
     el("p", { class: "lead" }, "Both train a few steps on the same batches. Losses, every gradient, every weight and the optimizer's states must be equal up to rounding."),

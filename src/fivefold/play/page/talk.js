@@ -15,8 +15,9 @@ export async function show(root, api) {
     runs.map(({ name }) => el("option", { value: name, selected: name === api.place[0] }, `${name}`)));
   const step = el("select", { onchange: () => restart() });
   const number = (value, more) => el("input", { type: "number", value, required: true, ...more });
-  const temperature = number(0.8, { min: 0, max: 5, step: 0.1 }), most = number(200, { min: 1, max: 10000 }), seed = number(0, { min: 0 });
+  const temperature = number(0.8, { name: "temperature", min: 0, max: 5, step: 0.1 }), most = number(200, { name: "max_tokens", min: 1, max: 10000 }), seed = number(0, { name: "seed", min: 0 });
   const system = el("input", { placeholder: "Answer in one sentence." }), systemField = field("System message", system);
+  const talk = button("Train talk", () => api.go("train", "new", JSON.stringify({ recipe: "talk", sets: "", layout: "" })));
   const note = el("p", { class: "lead" }), said = el("div", { class: "said", tabindex: 0, role: "log", "aria-label": "Text" });
   const words = el("textarea", { rows: 2, onkeydown: (event) => {
     if (event.key === "Enter" && !event.shiftKey && about?.chat) { event.preventDefault(); send.click(); }
@@ -26,8 +27,8 @@ export async function show(root, api) {
   const more = button("Go on", () => say(said.textContent), { disabled: true });
   const stop = el("button", { type: "button", disabled: true, onclick: () => leave() }, "Stop");
   root.append(el("h1", {}, "Talk"), el("div", { class: "row" }, field("Run", run), field("Checkpoint", step), field("Temperature", temperature),
-    field("Tokens", most), field("Seed", seed)), note, said, detail, systemField, sayField,
-  el("div", { class: "row" }, send, more, stop, button("Clear", () => clear())));
+    field("Tokens", most), field("Seed", seed)), note, said, detail, el("div", { class: "composer" }, systemField, sayField,
+    el("div", { class: "row" }, send, more, stop, button("Clear", () => clear()))));
 
   /** Asks, and writes the answer into a place. Returns when it ends, or is left. */
   function ask(given, place) {
@@ -82,7 +83,8 @@ export async function show(root, api) {
     step.replaceChildren(el("option", { value: "" }, `latest, ${found.steps.at(-1)?.toLocaleString("en")}`),
       ...[...found.steps].reverse().map((one) => el("option", { value: one, selected: step.value === String(one) }, one.toLocaleString("en"))));
     const texts = TEXTS[found.chat ? "chat" : "base"];
-    note.textContent = found.note ? `Note: ${found.note}` : `It answers, and sees ${found.context.toLocaleString("en")} tokens.`;
+    note.replaceChildren(...(found.chat ? [`It answers, and sees ${found.context.toLocaleString("en")} tokens.`]
+      : ["It is a base model: it continues what you write, and does not answer. For answers: ", talk]));
     systemField.hidden = !found.chat;
     more.hidden = found.chat;
     sayField.firstChild.textContent = texts.say;

@@ -1,5 +1,5 @@
 // Text: what a source holds, a sample of it, the time that training on it takes, and files that are dropped.
-import { button, el, field, figure, short, tell, time } from "./kit.js";
+import { button, el, field, figure, short, tell, time, wrong } from "./kit.js";
 
 const KINDS = ".txt,.md,.jsonl,.parquet,.csv";
 
@@ -15,15 +15,17 @@ export async function show(root, api) {
     if (kind === "drop") send(event.dataTransfer.files);
   });
 
+  let mended = null;
   async function send(list) {
     let made = { folder: "" };
+    mended?.();
     try {
       for (const [i, file] of [...list].entries()) {
         tell(`Sends ${i + 1} of ${list.length}...`);
         made = await api.post(`text/upload?${new URLSearchParams({ name: file.name, folder: made.folder })}`, file);
       }
       if (made.source && root.isConnected) api.go("text", made.source);
-    } catch (error) { tell(error.message, true); }
+    } catch (error) { mended = wrong(error, files); }
   }
 
   view.replaceChildren(el("p", { class: "none" }, "Reads and counts..."));

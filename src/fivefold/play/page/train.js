@@ -58,7 +58,7 @@ export async function show(root, api) {
 async function starter(api, started, given) {
   const { recipes: words, families } = await api.get("train/recipes");
   const recipe = recipes(families, given?.recipe ?? "quickstart"), about = el("small", {});
-  const layout = el("input", { placeholder: "as in the recipe", size: 24, spellcheck: "false", value: given?.layout });
+  const layout = el("input", { name: "layout", placeholder: "as in the recipe", size: 24, spellcheck: "false", value: given?.layout });
   const set = fields(given?.sets, "train.steps=300\ndata.source=my_texts/");
   const timed = el("input", { type: "checkbox", checked: true });
   const say = () => { about.textContent = words[recipe.value] ?? ""; };
@@ -152,7 +152,7 @@ function watch(root, api, name) {
     [each_rank.hidden, no_rank.hidden] = [!ranks.length, Boolean(ranks.length)];
   }
 
-  const layout = el("input", { "aria-label": "Another layout", size: 12, spellcheck: "false" });
+  const layout = el("input", { name: "layout", "aria-label": "Another layout", size: 12, spellcheck: "false" });
   const pause = button("Pause", async () => {
     await api.post("train/stop", { run: name });
     tell("It finishes its step, saves and ends");
@@ -162,14 +162,15 @@ function watch(root, api, name) {
     if (!layout.value.trim()) throw Error("Write a layout, such as tp=2 or dp=2,zero=1");
     tell((await api.post("train/resume", { run: name, layout: layout.value.trim() })).command);
   }, { title: "Saves, then resumes with the same weights and data in another layout" });
-  buttons.append(pause, resume, layout, change,
+  const talk = button("Talk to it", () => api.go("talk", name), { class: "main" });
+  buttons.append(talk, pause, resume, layout, change,
     button("Train again", async () => {
       const { run } = await api.post("train/start", { recipe: name });
       if (root.isConnected) api.go("train", run);
     }));
   function act() {
     const focus = document.activeElement, going = condition.kind === "training", complete = condition.kind === "complete";
-    [buttons.hidden, pause.hidden, resume.hidden, layout.hidden, change.hidden] = [false, !going, going || complete, complete, complete];
+    [buttons.hidden, talk.hidden, pause.hidden, resume.hidden, layout.hidden, change.hidden] = [false, !complete, !going, going || complete, complete, complete];
     layout.placeholder = about.layout || "dp=2";
     if (buttons.contains(focus) && focus.hidden) buttons.querySelector("button:not([hidden])").focus();
   }
@@ -190,7 +191,7 @@ function watch(root, api, name) {
       ? button(measured ? "Show, measured and planned" : "Measure one", timeline)
       : el("p", { class: "none" }, "No step of this run was measured.")));
     keep(own, [about], JSON.stringify, () => section("The same in the terminal", copyable(about.command, "Repeat the run"),
-      copyable(about.resume, "Resume it"), el("details", {}, el("summary", {}, "Recipe"), copyable(about.recipe, "recipe.toml"))));
+      condition.kind === "complete" ? copyable(about.generate, "Continue a text with it") : copyable(about.resume, "Resume it"), el("details", {}, el("summary", {}, "Recipe"), copyable(about.recipe, "recipe.toml"))));
     act();
   }
 
