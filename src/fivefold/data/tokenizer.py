@@ -26,6 +26,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -71,10 +72,10 @@ class NoSuchToken(UserError):
 class Tokenizer:
     """Encodes and decodes text, and describes the vocabulary.
 
-    vocab_size: all ids are below it. end_id: the token between documents. begin_id: the token before a document: the
-    one that the file's config calls bos_token (`begin`), else the end token. start_ids: what the file's own template
-    puts before a text; nothing in tokenizers of ours. prefixes: the text's beginning gets a blank that is not there, as
-    SentencePiece's does. mask_id: the token that hides a word where the objective is
+    vocab_size: all ids are below it. end_id: the token between documents. end_ids: those that end a generated text.
+    begin: the token that the file's config calls bos_token. start_ids: what stands before a text: the end token, as in
+    training, or for an imported model what its own file says (`imported`). prefixes: the text's beginning gets a blank
+    that is not there, as SentencePiece's does. mask_id: the token that hides a word where the objective is
     `mlm`, or None. special_tokens: text -> id. chat_template: the Jinja text of conversations that a run has learned
     from; "": none. token_bytes (V,) int64: UTF-8 bytes of text per id, 0 for special tokens. They are exact for
     byte-level vocabularies (`bpe:N`, `bytes`, GPT-2, Llama 3 ...), `chars` and byte fallback, and an estimate for
@@ -88,17 +89,11 @@ class Tokenizer:
         self._inner = inner
         spec, vocab = json.loads(inner.to_str()), inner.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values()) + 1
-        self._names = {"eos_token": end} | ({} if mask is None else {"mask_token": mask})
-        self.end_id = vocab[end]
-        self.begin, self.begin_id = begin, vocab[begin or end]
-        self.start_ids: list[int] = []
-        processor = spec.get("post_processor") or {}
-        for part in [processor, *processor.get("processors", [])]:
-            if part.get("type") == "TemplateProcessing":
-                names = [next(iter(piece.items())) for piece in part["single"]]
-                before = itertools.takewhile(lambda piece: piece[0] == "SpecialToken", names)
-                self.start_ids = [i for _, t in before for i in part["special_tokens"][t["id"]]["ids"]]
-                break
+        named = {"bos_token": begin, "eos_token": end, "mask_token": mask}
+        self._names = {role: token for role, token in named.items() if token is not None}
+        self.begin, self.end_id = begin, vocab[end]
+        self.end_ids, self.start_ids = frozenset([self.end_id]), [self.end_id]
+        self._file_starts, self._begin_id = _starts(spec.get("post_processor") or {}), vocab[begin or end]
         self.mask_id = None if mask is None else vocab[mask]
         self.special_tokens = {t["content"]: t["id"] for t in spec["added_tokens"] if t["special"]}
         self.chat_template = ""
@@ -109,6 +104,24 @@ class Tokenizer:
         self._char_ids = _character_table(spec)
         self.token_bytes = self._count_bytes(spec, vocab)
         self.prefixes = not {"Metaspace", "Prepend"}.isdisjoint(_types(spec, "pre_tokenizer", "normalizer"))
+
+    def imported(self, end_ids: Iterable[int] = ()) -> Tokenizer:
+        """Of a model that was trained elsewhere: texts begin as the file's own template says, which may be without any
+        token, and end at end_ids, if there are any."""
+        found = copy(self)
+        found.start_ids, found.end_ids = self._file_starts, frozenset(end_ids) or self.end_ids
+        return found
+
+    @property
+    def begin_ids(self) -> list[int]:
+        """What stands before a document whose first token is predicted, too: start_ids, or at least the BOS or end
+        token."""
+        return self.start_ids or [self._begin_id]
+
+    def begun(self, text: str) -> list[int]:
+        """Ids of a text from its beginning on, as a model has learned to read it."""
+        ids = self.encode(text)
+        return [*self.start_ids, *ids] if ids else self.begin_ids
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text. Raises UserError for a lone surrogate, or a character unknown to `chars`."""
@@ -158,6 +171,11 @@ class Tokenizer:
     def to_json(self) -> str:
         """The content of a tokenizer.json."""
         return self._inner.to_str(pretty=True)
+
+    def to_begun_json(self) -> str:
+        """The same with a template that puts the end token before a text, as training does: for other programs."""
+        spec, end = json.loads(self.to_json()), self._names["eos_token"]
+        return json.dumps(spec | {"post_processor": _begin(end, self.end_id)}, indent=2, ensure_ascii=False)
 
     def save(self, path: Path) -> None:
         """Writes tokenizer.json, and tokenizer_config.json, which names the special tokens."""
@@ -334,6 +352,30 @@ def _find_token(path: Path, vocab: dict[str, int], named: Any, usual: list[str],
     )
 
 
+def _begin(end: str, end_id: int) -> dict[str, Any]:
+    """The post-processor that puts the end token before a text, and before each of a pair."""
+    token, first, second = (
+        {kind: {"id": name, "type_id": 0}}
+        for kind, name in (("SpecialToken", end), ("Sequence", "A"), ("Sequence", "B"))
+    )
+    known = {end: {"id": end, "ids": [end_id], "tokens": [end]}}
+    pair = [token, first, token, second]
+    return {"type": "TemplateProcessing", "single": pair[:2], "pair": pair, "special_tokens": known}
+
+
+def _starts(processor: dict[str, Any]) -> list[int]:
+    """The ids that a tokenizer.json's post-processor puts before a text."""
+    found: list[int] = []
+    for part in processor.get("processors", [processor]):
+        if part.get("type") == "TemplateProcessing":
+            names = [next(iter(piece.items())) for piece in part["single"]]
+            before = itertools.takewhile(lambda piece: piece[0] == "SpecialToken", names)
+            found = [i for _, t in before for i in part["special_tokens"][t["id"]]["ids"]] + found
+        elif "cls" in part:  # BERT's and RoBERTa's
+            found = [part["cls"][1], *found]
+    return found
+
+
 def _named(token: Any) -> str | None:
     """A special token of tokenizer_config.json: text, or an object with its content."""
     token = token.get("content") if isinstance(token, dict) else token
@@ -342,7 +384,7 @@ def _named(token: Any) -> str | None:
 
 def _is_ours(spec: Any) -> bool:
     """True if a tokenizer.json has no parts but those of `_plain`. Its vocabulary may be any."""
-    parts = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+    parts = ("normalizer", "pre_tokenizer", "decoder")
     plain = [json.loads(_plain(kind, models.BPE()).to_str()) for kind in ("bpe", "bytes", "chars")]
     known = [[ours[part] for part in parts] for ours in plain]
     return (
@@ -350,6 +392,8 @@ def _is_ours(spec: Any) -> bool:
         and isinstance(spec.get("model"), dict)
         and spec["model"].get("type") in ("BPE", "WordLevel")
         and [spec.get(part) for part in parts] in known
+        and spec.get("post_processor")
+        in (None, *(_begin(END, t["id"]) for t in spec.get("added_tokens") or ()))
     )
 
 
