@@ -60,7 +60,7 @@ FAMILIES = {
         {"bos_token": "<bos>", "eos_token": "<eos>", "add_bos_token": True},
     ),
     "qwen2": Family(
-        "qwen2", ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), "llama3", None,
+        "qwen2", ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), "qwen2", None,
         {"bos_token": None, "eos_token": "<|endoftext|>", "add_bos_token": False},
     ),
     "gpt2": Family("gpt2", ("<|endoftext|>",), "bytes", None, TEXT_END),
@@ -113,8 +113,9 @@ def made(family: Family) -> tokenizers.Tokenizer:
     elif family.spelled == "replace":
         inner.normalizer = normalizers.Replace(" ", "▁")
         inner.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
-    elif family.spelled == "llama3":
-        split = pre_tokenizers.Split(Regex(LLAMA3), "isolated")
+    elif family.spelled in ("llama3", "qwen2"):
+        digits = LLAMA3 if family.spelled == "llama3" else LLAMA3.replace("{1,3}", "")
+        split = pre_tokenizers.Split(Regex(digits), "isolated")
         inner.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     else:
         inner.pre_tokenizer = byte_level
@@ -241,9 +242,9 @@ def test_a_trained_run_begins_as_in_training_and_so_does_its_export(tmp_path: Pa
         "".join(json.dumps({"text": "alpha eps eps eps"}) + "\n" for _ in range(400))
     )
     recipe = load(
-        "quickstart", ["model.layers=1", "model.dim=32", "model.heads=2", "model.seq_len=32", "data.tokenizer=bytes",
-        f"data.source={tmp_path / 'a.jsonl'}", "data.document_masks=true", "train.steps=40", "train.val_every=40",
-        "train.sample_every=40", "train.sample_prompt=a", "layout.dp_replicate=1", f"data.cache={tmp_path / 'cache'}"],
+        "quickstart", ["model.layers=1", "model.dim=32", "model.heads=2", "model.seq_len=32", "data.tokenizer=bytes", "optim.lr=1e-2",
+        f"data.source={tmp_path / 'a.jsonl'}", "data.document_masks=true", "train.steps=80", "train.val_every=80",
+        "train.sample_every=80", "train.sample_prompt=a", "layout.dp_replicate=1", f"data.cache={tmp_path / 'cache'}"],
     )  # fmt: skip
     run = train(recipe, tmp_path / "run", quiet=True)
     tokenizer = run.tokenizer

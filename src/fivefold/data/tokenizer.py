@@ -75,8 +75,8 @@ class Tokenizer:
     vocab_size: all ids are below it. end_id: the token between documents. end_ids: those that end a generated text.
     begin: the token that the file's config calls bos_token. start_ids: what stands before a text: the end token, as in
     training, or for an imported model what its own file says (`imported`). prefixes: the text's beginning gets a blank
-    that is not there, as SentencePiece's does. mask_id: the token that hides a word where the objective is
-    `mlm`, or None. special_tokens: text -> id. chat_template: the Jinja text of conversations that a run has learned
+    that is not there, as SentencePiece's does. byte_ids: tokens of single bytes that become text or not as a whole run
+    (SentencePiece's byte fallback). mask_id: the token that hides a word where the objective is `mlm`, or None. special_tokens: text -> id. chat_template: the Jinja text of conversations that a run has learned
     from; "": none. token_bytes (V,) int64: UTF-8 bytes of text per id, 0 for special tokens. They are exact for
     byte-level vocabularies (`bpe:N`, `bytes`, GPT-2, Llama 3 ...), `chars` and byte fallback, and an estimate for
     vocabularies that change the text (BERT's lower-casing).
@@ -104,6 +104,8 @@ class Tokenizer:
         self._char_ids = _character_table(spec)
         self.token_bytes = self._count_bytes(spec, vocab)
         self.prefixes = not {"Metaspace", "Prepend"}.isdisjoint(_types(spec, "pre_tokenizer", "normalizer"))
+        fallback = "ByteFallback" in _types(spec, "decoder")
+        self.byte_ids = frozenset(i for t, i in vocab.items() if fallback and _is_byte(t))
 
     def imported(self, end_ids: Iterable[int] = ()) -> Tokenizer:
         """Of a model that was trained elsewhere: texts begin as the file's own template says, which may be without any
@@ -195,7 +197,7 @@ class Tokenizer:
                 continue
             if byte_level and token not in added:  # each character stands for one byte
                 counts[i] = len(token)
-            elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):  # byte fallback
+            elif _is_byte(token):
                 counts[i] = 1
             elif continues:  # WordPiece: "##ing" continues a word, any other token follows a blank
                 counts[i] = len(token.removeprefix(continues).encode()) + (not token.startswith(continues))
@@ -374,6 +376,10 @@ def _starts(processor: dict[str, Any]) -> list[int]:
         elif "cls" in part:  # BERT's and RoBERTa's
             found = [part["cls"][1], *found]
     return found
+
+
+def _is_byte(token: str) -> bool:
+    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
 
 
 def _named(token: Any) -> str | None:

@@ -122,7 +122,7 @@ def generate_text(
     ids = tokenizer.begun(prompt) if isinstance(prompt, str) else prompt or tokenizer.begin_ids
     ends = {*tokenizer.end_ids, *ends}
     tokens = generate(module, model, ids, sampling, vocab_size=tokenizer.vocab_size, end_id=ends, seen=seen)
-    return until(stream_text(tokens, tokenizer.decode, ids), sampling.stop)
+    return until(stream_text(tokens, tokenizer.decode, ids, tokenizer.byte_ids), sampling.stop)
 
 
 def samples_of(
@@ -225,7 +225,10 @@ def sample(logits_V: Tensor, sampling: Sampling, randomness: torch.Generator) ->
 
 
 def stream_text(
-    tokens: Iterable[int], decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()
+    tokens: Iterable[int],
+    decode: Callable[[Sequence[int]], str],
+    before: Sequence[int] = (),
+    together: Collection[int] = (),
 ) -> Iterator[str]:
     """Text of token ids in pieces, each as soon as it is certain. The joined pieces are the decoded whole.
 
@@ -234,6 +237,7 @@ def stream_text(
 
     Args:
         before: ids of the text in front, which is not yielded (the prompt).
+        together: ids that decode as a whole run: one that is no text makes none of those before it.
     """
     front, held, sent = list(before), [], 0
     start = len(decode(front))  # where the text of the held tokens begins
@@ -241,6 +245,8 @@ def stream_text(
     for token in tokens:
         held.append(token)
         text = decode(front + held)[start:]
+        if token in together:
+            continue
         certain = text.removesuffix(BROKEN)  # only the last character can still be completed
         if len(certain) > sent:
             yield certain[sent:]
