@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -24,7 +23,7 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import cached_property
@@ -35,6 +34,8 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
+from fivefold.data.beginning import begin_template, starts
+from fivefold.data.pieces import Pieces, cut_text
 from fivefold.errors import UserError
 from fivefold.files import cache_folder, parse_json, read_bytes, read_json, writable, write_atomically
 from fivefold.precision import MOST_IDS
@@ -62,7 +63,6 @@ PROBE = "".join(map(chr, [*range(1, 0x3000, 3), *range(0xFB00, 0xFE00), *range(0
     "The quick brown fox jumps over the lazy dog, 12345 times\n\n\t  " * 100 + "e" * 2000
 )
 """Text of many scripts, and long runs."""
-PIECE = 1 << 17  # characters encoded at once; bounds memory (the library takes about 100 bytes per character)
 
 
 class NoSuchToken(UserError):
@@ -76,7 +76,8 @@ class Tokenizer:
     begin: the token that the file's config calls bos_token. start_ids: what stands before a text: the end token, as in
     training, or for an imported model what its own file says (`imported`). prefixes: the text's beginning gets a blank
     that is not there, as SentencePiece's does. byte_ids: tokens of single bytes that become text or not as a whole run
-    (SentencePiece's byte fallback). mask_id: the token that hides a word where the objective is `mlm`, or None. special_tokens: text -> id. chat_template: the Jinja text of conversations that a run has learned
+    (SentencePiece's byte fallback). mask_id: the token that hides a word where the objective is `mlm`, or None.
+    special_tokens: text -> id. chat_template: the Jinja text of conversations that a run has learned
     from; "": none. token_bytes (V,) int64: UTF-8 bytes of text per id, 0 for special tokens. They are exact for
     byte-level vocabularies (`bpe:N`, `bytes`, GPT-2, Llama 3 ...), `chars` and byte fallback, and an estimate for
     vocabularies that change the text (BERT's lower-casing).
@@ -93,7 +94,7 @@ class Tokenizer:
         self._names = {role: token for role, token in named.items() if token is not None}
         self.begin, self.end_id = begin, vocab[end]
         self.end_ids, self.start_ids = frozenset([self.end_id]), [self.end_id]
-        self._file_starts, self._begin_id = _starts(spec.get("post_processor") or {}), vocab[begin or end]
+        self._file_starts, self._begin_id = starts(spec.get("post_processor") or {}), vocab[begin or end]
         self.mask_id = None if mask is None else vocab[mask]
         self.special_tokens = {t["content"]: t["id"] for t in spec["added_tokens"] if t["special"]}
         self.chat_template = ""
@@ -129,8 +130,9 @@ class Tokenizer:
         """Ids of the text. Raises UserError for a lone surrogate, or a character unknown to `chars`."""
         return self.encode_array(text).tolist()
 
-    def encode_array(self, text: str) -> np.ndarray:
-        """Ids of the text as an array (int64, or a smaller type for a small vocabulary)."""
+    def encode_array(self, text: str, continues: bool = False) -> np.ndarray:
+        """Ids of the text as an array (int64, or a smaller type for a small vocabulary). continues: it is no beginning,
+        so it gets no blank that only begins a text."""
         try:
             raw = text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -147,11 +149,11 @@ class Tokenizer:
                     f"character {text[at]!r} at position {at} is not in the tokenizer's vocabulary"
                 )
             return char_ids
-        ids = [np.empty(0, np.int64)]
-        for piece in cut_text(text):
-            (encoding,) = self._inner.encode_batch_fast([piece], add_special_tokens=False)
-            ids.append(np.array(encoding.ids, np.int64))
-        return np.concatenate(ids)
+        return Pieces(self._inner, self._line if self.prefixes else []).encode(text, continues)
+
+    @cached_property
+    def _line(self) -> list[int]:
+        return self._inner.encode("\n", add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids, without special tokens and without ids beyond the vocabulary (a model may pad)."""
@@ -177,7 +179,9 @@ class Tokenizer:
     def to_begun_json(self) -> str:
         """The same with a template that puts the end token before a text, as training does: for other programs."""
         spec, end = json.loads(self.to_json()), self._names["eos_token"]
-        return json.dumps(spec | {"post_processor": _begin(end, self.end_id)}, indent=2, ensure_ascii=False)
+        return json.dumps(
+            spec | {"post_processor": begin_template(end, self.end_id)}, indent=2, ensure_ascii=False
+        )
 
     def save(self, path: Path) -> None:
         """Writes tokenizer.json, and tokenizer_config.json, which names the special tokens."""
@@ -316,18 +320,6 @@ def with_special(tokenizer: Tokenizer, tokens: Sequence[str]) -> Tokenizer:
     return Tokenizer(inner, names[tokenizer.end_id], mask, tokenizer.begin)
 
 
-def cut_text(text: str, size: int = PIECE) -> Iterator[str]:
-    """Pieces of at most `size` characters, cut after a line break if there is one."""
-    start = 0
-    while start < len(text):
-        stop = start + size
-        if stop < len(text):
-            line = text.rfind("\n", start, stop)
-            stop = line + 1 if line >= 0 else stop
-        yield text[start:stop]
-        start = stop
-
-
 def byte_letters() -> dict[int, str]:
     """The printable letter for each byte in byte-level vocabularies (GPT-2's convention).
 
@@ -354,30 +346,6 @@ def _find_token(path: Path, vocab: dict[str, int], named: Any, usual: list[str],
     )
 
 
-def _begin(end: str, end_id: int) -> dict[str, Any]:
-    """The post-processor that puts the end token before a text, and before each of a pair."""
-    token, first, second = (
-        {kind: {"id": name, "type_id": 0}}
-        for kind, name in (("SpecialToken", end), ("Sequence", "A"), ("Sequence", "B"))
-    )
-    known = {end: {"id": end, "ids": [end_id], "tokens": [end]}}
-    pair = [token, first, token, second]
-    return {"type": "TemplateProcessing", "single": pair[:2], "pair": pair, "special_tokens": known}
-
-
-def _starts(processor: dict[str, Any]) -> list[int]:
-    """The ids that a tokenizer.json's post-processor puts before a text."""
-    found: list[int] = []
-    for part in processor.get("processors", [processor]):
-        if part.get("type") == "TemplateProcessing":
-            names = [next(iter(piece.items())) for piece in part["single"]]
-            before = itertools.takewhile(lambda piece: piece[0] == "SpecialToken", names)
-            found = [i for _, t in before for i in part["special_tokens"][t["id"]]["ids"]] + found
-        elif "cls" in part:  # BERT's and RoBERTa's
-            found = [part["cls"][1], *found]
-    return found
-
-
 def _is_byte(token: str) -> bool:
     return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
 
@@ -399,7 +367,7 @@ def _is_ours(spec: Any) -> bool:
         and spec["model"].get("type") in ("BPE", "WordLevel")
         and [spec.get(part) for part in parts] in known
         and spec.get("post_processor")
-        in (None, *(_begin(END, t["id"]) for t in spec.get("added_tokens") or ()))
+        in (None, *(begin_template(END, t["id"]) for t in spec.get("added_tokens") or ()))
     )
 
 
