@@ -242,7 +242,8 @@ def test_a_trained_run_begins_as_in_training_and_so_does_its_export(tmp_path: Pa
         "".join(json.dumps({"text": "alpha eps eps eps"}) + "\n" for _ in range(400))
     )
     recipe = load(
-        "quickstart", ["model.layers=1", "model.dim=32", "model.heads=2", "model.seq_len=32", "data.tokenizer=bytes", "optim.lr=1e-2",
+        "quickstart", ["model.layers=1", "model.dim=32", "model.heads=2", "model.seq_len=32", "data.tokenizer=bytes",
+        "optim.lr=1e-2",
         f"data.source={tmp_path / 'a.jsonl'}", "data.document_masks=true", "train.steps=80", "train.val_every=80",
         "train.sample_every=80", "train.sample_prompt=a", "layout.dp_replicate=1", f"data.cache={tmp_path / 'cache'}"],
     )  # fmt: skip
@@ -258,3 +259,22 @@ def test_a_trained_run_begins_as_in_training_and_so_does_its_export(tmp_path: Pa
     theirs = transformers.AutoTokenizer.from_pretrained(exported)
     assert theirs("a").input_ids == tokenizer.begun("a")
     assert (theirs.bos_token, sorted(theirs("a"))) == ("<|end|>", ["attention_mask", "input_ids"])
+
+
+def test_bits_per_byte_have_one_definition(tmp_path: Path):
+    """Validation and `eval` give the same figure for the same short documents: that of their text alone."""
+    lines = "".join(
+        json.dumps({"text": f"document {n} has {'few ' * (n % 5)}words"}) + "\n" for n in range(80)
+    )
+    (tmp_path / "a.jsonl").write_text(lines)
+    run = train(load(
+        "quickstart", ["model.layers=1", "model.dim=32", "model.heads=2", "model.seq_len=64", "data.tokenizer=bytes",
+        f"data.source={tmp_path / 'a.jsonl'}", "data.document_masks=true", "data.packing=best_fit", "train.steps=3",
+        "data.val_fraction=0", "train.val_every=3", "train.val_sequences=512", "train.sample_tokens=1",
+        "layout.dp_replicate=1", f"data.cache={tmp_path / 'cache'}", "precision.mode=fp32",
+        f"data.validation=[{{name = 'same', source = '{tmp_path / 'a.jsonl'}'}}]"],
+    ), tmp_path / "run", quiet=True)  # fmt: skip
+    found = run.evaluate(tmp_path / "a.jsonl", dtype="fp32")["texts"][0]["bits_per_byte"]
+    assert [line for line in run.metrics() if "val_loss" in line][-1]["val_bits_per_byte"] == pytest.approx(
+        found, rel=1e-5
+    )

@@ -1,4 +1,4 @@
-"""What stands before a text, as the post-processor of a tokenizer.json says it: read, and written for other programs."""
+"""What stands before a text, as a tokenizer.json's post-processor says it: read, and written for other programs."""
 
 from __future__ import annotations
 

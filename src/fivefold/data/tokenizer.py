@@ -77,10 +77,9 @@ class Tokenizer:
     training, or for an imported model what its own file says (`imported`). prefixes: the text's beginning gets a blank
     that is not there, as SentencePiece's does. byte_ids: tokens of single bytes that become text or not as a whole run
     (SentencePiece's byte fallback). mask_id: the token that hides a word where the objective is `mlm`, or None.
-    special_tokens: text -> id. chat_template: the Jinja text of conversations that a run has learned
-    from; "": none. token_bytes (V,) int64: UTF-8 bytes of text per id, 0 for special tokens. They are exact for
-    byte-level vocabularies (`bpe:N`, `bytes`, GPT-2, Llama 3 ...), `chars` and byte fallback, and an estimate for
-    vocabularies that change the text (BERT's lower-casing).
+    special_tokens: text -> id. chat_template: the Jinja text of conversations that a run has learned from; "": none.
+    token_bytes (V,) int64: UTF-8 bytes of text per id, 0 for special tokens. They are exact for byte-level vocabularies
+    (`bpe:N`, `bytes`, GPT-2, Llama 3 ...), `chars` and byte fallback, else an estimate (BERT's lower-casing).
     """
 
     def __init__(self, inner: tokenizers.Tokenizer, end: str, mask: str | None, begin: str | None = None):
