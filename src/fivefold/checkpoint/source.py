@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -234,7 +234,15 @@ def read_weights(source: Path, model: ModelSection) -> dict[str, Weight]:
         try:
             with files.open_file(source / file) as opened:
                 same = Path(f"/proc/self/fd/{opened.fileno()}")  # whatever has its name by now
-                weights.update(load_file(same if same.exists() else source / file))
+                path = same if same.exists() else source / file
+                weights.update(load_file(path))
+                with safe_open(
+                    path, "pt"
+                ) as shared:  # save_model writes a tied tensor once, and its other names here
+                    names = (shared.metadata() or {}).items()
+                weights |= {
+                    other: weights[name] for other, name in names if name in weights and other not in weights
+                }
         except FileNotFoundError:
             raise UserError(f"{source / file} is missing, though {INDEX} names it") from None
         except SafetensorError as error:
