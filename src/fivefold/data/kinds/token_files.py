@@ -74,7 +74,7 @@ class Npy(TokenKind):
             with open(path, "rb") as f:
                 if f.read(len(NPY_MAGIC)) != NPY_MAGIC:
                     raise UserError(
-                        f"data.source: {path}: no .npy file, as it begins without numpy's header. Raw ids, as OLMo-core "
+                        f"data.source: {path}: no .npy file: it begins without numpy's header. Raw ids, as OLMo-core "
                         "and dolma write them, are read from files named .bin (data.token_dtype says their size)"
                     )
             array = np.load(path, mmap_mode="r", allow_pickle=False)
