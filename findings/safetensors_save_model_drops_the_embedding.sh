@@ -1,5 +1,5 @@
 #!/bin/sh
-# safetensors 0.8.0, transformers 5.24.0, torch 2.13.0.
+# safetensors 0.8.0, transformers 5.23.0, torch 2.13.0.
 #
 # One would guess: safetensors.torch.save_model on a model with tied embeddings keeps the name of the embedding, which is
 # the parameter, and leaves out the output layer, as save_pretrained does.
@@ -11,7 +11,7 @@ set -e
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
-"$folder/venv/bin/pip" install -q torch==2.13.0 safetensors==0.8.0 transformers==5.24.0
+"$folder/venv/bin/pip" install -q torch==2.13.0 safetensors==0.8.0 transformers==5.23.0
 cd "$folder"
 "$folder/venv/bin/python" - <<'PROGRAM'
 import torch
