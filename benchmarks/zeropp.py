@@ -207,7 +207,8 @@ def validation(steps: int, seeds: list[int]) -> dict[str, Any]:
 def learn(recipe: Any, data: Any, out: Path, ranks: Any) -> None:
     """A rank's part of a run. The first writes the validation loss."""
     from fivefold.step.state import build_state
-    from fivefold.step.step import take_step, validate
+    from fivefold.step.step import take_step
+    from fivefold.step.validation import validate
     from fivefold.train.job import Job
     from fivefold.train.share import reader, validation_sets
 

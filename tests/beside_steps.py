@@ -24,7 +24,8 @@ from fivefold.recipe import Recipe
 from fivefold.sharding.layout import Layout
 from fivefold.step import step
 from fivefold.step.state import State
-from fivefold.step.step import ValidationSet, own_seconds, validate
+from fivefold.step.step import own_seconds
+from fivefold.step.validation import ValidationSet, validate
 from fivefold.trace.fake import Fake
 from fivefold.trace.step import DEVICE, probe, trace
 from fivefold.train import saver

@@ -14,7 +14,8 @@ from torch import Tensor
 from fivefold.parallel.mesh import Microbatch
 from fivefold.recipe import Recipe
 from fivefold.step.state import State, build_state
-from fivefold.step.step import ValidationSet, take_step, validate
+from fivefold.step.step import take_step
+from fivefold.step.validation import ValidationSet, validate
 from fivefold.train.job import BatchSource
 from fivefold.train.saver import owned_pieces
 from fivefold.train.share import share_of

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fivefold.data.pieces import cut_text
 from fivefold.data.tokenizer import (
     Tokenizer,
     bytes_tokenizer,
     chars_tokenizer,
-    cut_text,
     load_tokenizer,
     train_bpe,
 )

@@ -439,7 +439,14 @@ def test_what_cannot_be_evaluated_is_refused(a_run: Path, tmp_path: Path) -> Non
         evaluate(make_run(tmp_path / "bert", "bert"), tasks=[arc])
     plain = make_run(tmp_path / "tokens", layers=1)
     (plain / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match="trained on token files"):
+    with pytest.raises(
+        UserError, match=r"its folder has no tokenizer\.json\. Put the model's tokenizer\.json"
+    ):
+        evaluate(plain, tasks=[arc])
+    recipe = load(plain / "recipe.toml")
+    data = recipe.data.model_copy(update={"source": "tokens:some.bin"})
+    (plain / "recipe.toml").write_text(to_toml(recipe.model_copy(update={"data": data})))
+    with pytest.raises(UserError, match="it was trained on token files"):
         evaluate(plain, tasks=[arc])
 
 
@@ -489,13 +496,13 @@ def test_an_imported_model_begins_as_its_tokenizer_says(a_run: Path, tmp_path: P
     ours = import_folder(tmp_path / "hf", tmp_path / "run")
     module, recipe, tokenizer = open_run(ours)
     assert tokenizer is not None
-    assert (tokenizer.start_ids, tokenizer.begin_id) == ([bos], bos)
+    assert tokenizer.start_ids == tokenizer.begin_ids == [bos]
     scorer = Scorer(module, tokenizer, recipe.model, 128)
     (request,) = scorer.continuations("One two", [" three"])
     assert list(request.tokens) == [bos, *tokenizer.encode("One two three")]
     assert scorer.document("One")[0] == bos
     own = load_tokenizer(a_run / "tokenizer.json")
-    assert (own.start_ids, own.begin_id) == ([], own.end_id)
+    assert own.start_ids == own.begin_ids == [own.end_id]
 
 
 def test_the_command(a_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -282,7 +282,8 @@ def test_generated_text_is_that_of_the_generated_tokens():
     )
     module, tokenizer = build(model, device="cpu"), TOKENIZERS["bytes"]
     settings = Sampling(max_tokens=50, temperature=1.5, seed=3)
-    tokens = list(generate(module, model, tokenizer.encode("hé"), settings, vocab_size=257, end_id=256))
+    prompt = [tokenizer.end_id, *tokenizer.encode("hé")]  # as a document begins in training
+    tokens = list(generate(module, model, prompt, settings, vocab_size=257, end_id=256))
     assert "".join(generate_text(module, model, tokenizer, "hé", settings)) == tokenizer.decode(tokens)
     assert "".join(
         generate_text(module, model, tokenizer, "", settings)

@@ -204,7 +204,7 @@ def test_a_reply_is_right_if_the_model_would_write_all_of_it(tmp_path: Path, cap
     chat = open_chat(run)
     assert chat.template is not None
     encoded = chat.template.encode([*right, *right])
-    tokens = torch.tensor([[chat.tokenizer.begin_id, *encoded.ids]])
+    tokens = torch.tensor([encoded.ids.tolist()])
     model = build(chat.model, device="cpu", seed=3)
     adam = torch.optim.AdamW(model.parameters(), 1e-2)
     for _ in range(60):
@@ -228,7 +228,7 @@ def test_a_reply_is_right_if_the_model_would_write_all_of_it(tmp_path: Path, cap
     with torch.no_grad():
         log_p = model.eval()(tokens[:, :-1])[0].double().log_softmax(-1)
     counted = encoded.counted.nonzero()[0][-len(" 5.") - 2 :]
-    wanted = sum(log_p[at, encoded.ids[at]].item() for at in counted)
+    wanted = sum(log_p[at - 1, encoded.ids[at]].item() for at in counted)
     assert found["details"][1]["log_likelihoods"][0] == pytest.approx(wanted, abs=0.05)
     path.write_text(lines[3])
     with pytest.raises(UserError, match=r"line 1: the last message has the role 'user'; must be 'assistant'"):

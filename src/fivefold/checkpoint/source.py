@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -26,6 +26,7 @@ from fivefold.data.chat import TEMPLATE_FILE, ChatTemplate, beside
 from fivefold.data.tokenizer import KNOWN_MASKS, NoSuchToken, Tokenizer, load_tokenizer
 from fivefold.data.tokenizer import MOST_BYTES as MOST_TOKENIZER
 from fivefold.errors import UserError
+from fivefold.models.card import card_of
 from fivefold.models.hf import INDEX, WEIGHTS, for_hf, from_hf_config, hf_config, made_from_hf
 from fivefold.models.section import ModelSection
 from fivefold.models.weights import Weight, held
@@ -147,9 +148,17 @@ def tokenizer_of(run: Path, checkpoint: Path) -> Tokenizer | None:
     if not path.is_file():
         raise UserError(f"{path} is missing: the run was trained with a tokenizer. Restore the file")
     found = load_tokenizer(path)
-    if said not in (None, found.fingerprint):
+    if said is None:
+        return found.imported(_ends(run / GENERATION))
+    if said != found.fingerprint:
         raise UserError(f"{path} has other tokens than those of {checkpoint}. Restore the file")
     return found
+
+
+def _ends(generation: Path) -> list[int]:
+    """The ids that end a text, by a generation_config.json."""
+    ids = read_config(generation).get("eos_token_id") if generation.is_file() else None
+    return [i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)]
 
 
 def weights_of(checkpoint: Path) -> dict[str, Tensor]:
@@ -225,7 +234,15 @@ def read_weights(source: Path, model: ModelSection) -> dict[str, Weight]:
         try:
             with files.open_file(source / file) as opened:
                 same = Path(f"/proc/self/fd/{opened.fileno()}")  # whatever has its name by now
-                weights.update(load_file(same if same.exists() else source / file))
+                path = same if same.exists() else source / file
+                weights.update(load_file(path))
+                with safe_open(
+                    path, "pt"
+                ) as shared:  # save_model writes a tied tensor once, and its other names here
+                    names = (shared.metadata() or {}).items()
+                weights |= {
+                    other: weights[name] for other, name in names if name in weights and other not in weights
+                }
         except FileNotFoundError:
             raise UserError(f"{source / file} is missing, though {INDEX} names it") from None
         except SafetensorError as error:
@@ -240,12 +257,13 @@ def read_config(path: Path, most: int = files.MOST_JSON) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
 
 
+GENERATION = "generation_config.json"
 MAX_SHARD_BYTES = 5_000_000_000  # the limit that transformers uses
 TEXT_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "generation_config.json",
+    GENERATION,
     TEMPLATE_FILE,
 )
 
@@ -276,11 +294,11 @@ def export_run(
     checkpoint = checkpoint or store.latest(run)
     theirs = for_hf(held(weights) if weights is not None else unread_weights(checkpoint), recipe.model)
     titan = to_titan(theirs, recipe.model) if dcp else {}
-    tokenizer = None
+    tokenizer, trained = None, store.Reader(checkpoint).meta.get(TOKENIZER) is not None
     with suppress(NoSuchToken):  # without an end token it is exported as it is
         tokenizer = tokenizer_of(run, checkpoint)
     with _new_folder(out) as folder:
-        token_ids = _write_text_files(run, folder, recipe, tokenizer)
+        token_ids = _write_text_files(run, folder, recipe, tokenizer, trained)
         config = hf_config(recipe.model, next(iter(theirs.values())).dtype)
         _write_json(folder / "config.json", config | token_ids)
         if dcp:
@@ -315,6 +333,9 @@ def import_folder(source: Path, out: Path) -> Path:
         text = to_toml(recipe, f"Weights imported from a {kind} {config['model_type']}.")
         files.write(folder / "recipe.toml", text)
         _copy_text_files(source, folder)
+        ends = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
+        if ends and not (folder / GENERATION).exists():
+            _write_json(folder / GENERATION, ends)
         write.save(store.folder_of(folder, 0), write.unread(weights), None, {"step": 0, "tokens": 0})
     return out
 
@@ -333,34 +354,42 @@ def _write_weights(folder: Path, weights: Mapping[str, Weight], max_shard_bytes:
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _write_text_files(run: Path, folder: Path, recipe: Recipe, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _write_text_files(
+    run: Path, folder: Path, recipe: Recipe, tokenizer: Tokenizer | None, trained: bool
+) -> dict[str, Any]:
     """Writes the tokenizer and generation_config.json. Returns the special token ids for config.json.
 
-    Files of an imported run are copied. Missing ones are made from the run's tokenizer.
+    Files of an imported run are copied. Missing ones are made from the run's tokenizer. trained: the run has learned
+    with its tokenizer, so texts begin with the end token in other programs, too.
     """
     _copy_text_files(run, folder)
     tokens: dict[str, tuple[str, int]] = {}  # (text, id) by role
     if tokenizer is not None:
         added = {entry["id"]: entry["content"] for entry in json.loads(tokenizer.to_json())["added_tokens"]}
         end = (added[tokenizer.end_id], tokenizer.end_id)  # documents also begin after it
-        tokens = {"bos": end, "eos": end}
+        named = [(text, i) for i, text in added.items() if text == tokenizer.begin]
+        tokens = {"bos": (named or [end])[0], "eos": end}
         if masks := [(text, i) for i, text in added.items() if text in KNOWN_MASKS]:  # BERT's
             tokens["mask"] = masks[0]
-    if tokens and not (folder / "tokenizer_config.json").exists():
+    if trained and tokenizer is not None and card_of(recipe.model).causal:
+        files.write(folder / "tokenizer.json", tokenizer.to_begun_json())
+    path = folder / "tokenizer_config.json"
+    if tokens and (trained or not path.exists()):
+        # transformers 4 gives a model its tokenizer's own inputs, of which Llama knows no token_type_ids
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": recipe.model.seq_len}
+        settings["model_input_names"] = ["input_ids", "attention_mask"]
         names = {f"{role}_token": token for role, (token, _) in tokens.items()}
-        _write_json(
-            folder / "tokenizer_config.json", {**settings, **names, "clean_up_tokenization_spaces": False}
-        )
-    if not (folder / "generation_config.json").exists():
+        kept = read_config(path) if path.exists() else {}
+        _write_json(path, {**settings, **names, "clean_up_tokenization_spaces": False, **kept})
+    if not (folder / GENERATION).exists():
         ids: dict[str, Any] = {
             f"{role}_token_id": tokens[role][1] if role in tokens else None for role in ("bos", "eos")
         }
         if tokenizer is not None and (template := beside(run)):
             ends = sorted(ChatTemplate(template, tokenizer).end_ids)
             ids["eos_token_id"] = ends if len(ends) > 1 else ends[0]
-        _write_json(folder / "generation_config.json", ids)
-    generation = read_config(folder / "generation_config.json")
+        _write_json(folder / GENERATION, ids)
+    generation = read_config(folder / GENERATION)
     return {key: generation.get(key) for key in ("bos_token_id", "eos_token_id")}
 
 

@@ -59,10 +59,12 @@ def check(
     result = summary(loaded)
     result["memory"] = _memory(loaded)
     result["environment"] = _machine(result)
-    if not no_data:
-        from fivefold.data.facts import WARNING
-        from fivefold.data.facts import check as check_data
+    from fivefold.data.facts import WARNING, without_data
+    from fivefold.data.facts import check as check_data
 
+    if no_data:
+        result["warnings"] += without_data(loaded)
+    else:
         try:
             facts = check_data(loaded)
             result["data"] = [fact for fact in facts if not fact.startswith(WARNING)]

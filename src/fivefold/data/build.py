@@ -34,12 +34,12 @@ from fivefold.data.chat import (
 )
 from fivefold.data.kinds import describe_bad
 from fivefold.data.kinds.kind import BY_RULE, SPAN, TRAIN, VAL, Bad, Document, Fields, File
+from fivefold.data.pieces import cut_text
 from fivefold.data.sources import FileSplit, Place, Source, document_hash, split_files
 from fivefold.data.tokenizer import (
     Tokenizer,
     bytes_tokenizer,
     chars_tokenizer,
-    cut_text,
     load_tokenizer,
     train_bpe,
 )
@@ -225,7 +225,7 @@ def _encoded(
             summary.characters = "".join(set(summary.characters).union(*texts))
         for split, text, end in _parts(document, work, summary):
             if work.tokenizer is not None:
-                tokens, counted = _tokens(text, conversation, end, work.tokenizer)
+                tokens, counted = _tokens(text, conversation, end, work.tokenizer, not document.begins)
                 ids[split].append(tokens.astype(work.dtype))
                 flags[split].append(counted)
     chunks = []
@@ -237,15 +237,14 @@ def _encoded(
 
 
 def _tokens(
-    text: str, conversation: Encoded | None, end: bool, tokenizer: Tokenizer
+    text: str, conversation: Encoded | None, end: bool, tokenizer: Tokenizer, continues: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ids and flags of a text, or of a conversation, whose end token does not count."""
     if conversation is not None:
         ids, counted = [conversation.ids], conversation.counted * np.uint8(COUNTED)
-    else:  # rows of .jsonl and .parquet can be longer than a span
-        starts = range(0, len(text), SPAN)
-        ids = [tokenizer.encode_array(text[start : start + SPAN]) for start in starts]
-        counted = np.full(sum(map(len, ids)), COUNTED, np.uint8)
+    else:
+        ids = [tokenizer.encode_array(text, continues)]
+        counted = np.full(len(ids[0]), COUNTED, np.uint8)
     if end:
         ids.append(np.array([tokenizer.end_id]))
         counted = np.append(counted, np.uint8(ENDS if conversation is not None else ENDS | COUNTED))

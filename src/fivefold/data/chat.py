@@ -319,13 +319,7 @@ class ChatTemplate:
 
     def _plain(self, text: str) -> np.ndarray:
         text = text.replace(APART, "")
-        if not text or not self.tokenizer.prefixes:
-            return self.tokenizer.encode_array(text).astype(np.int64)
-        line = self.tokenizer.encode("\n")  # the piece is no beginning: it gets no blank that begins a text
-        ids = self.tokenizer.encode("\n" + text)
-        return np.array(
-            ids[len(line) :] if ids[: len(line)] == line else self.tokenizer.encode(text), np.int64
-        )
+        return self.tokenizer.encode_array(text, continues=True).astype(np.int64)
 
 
 _LOST = (

@@ -121,18 +121,9 @@ def _found(recipe: Recipe, tokenizer: str) -> Found:
         return Found(f"{recipe.data.source}, streamed from the hub (not checked before training)")
     if source.size == 0 and all(f.size == 0 for f in source.files):
         raise UserError(f"data.source: {recipe.data.source} holds no text; empty files: {len(source.files)}")
-    # The model certainly has fewer ids than the tokenizer?
-    special, spec = (2 if mask else 1) + len(special_of(recipe.data.chat_template)), recipe.data.tokenizer
+    _require_ids(recipe, source.size)
+    spec = recipe.data.tokenizer
     size = re.fullmatch(r"bpe:(\d+)", spec)
-    if spec == "bytes":
-        require_vocabulary(recipe, 256 + special)
-    elif size and source.size > ENOUGH * int(size[1]):
-        require_vocabulary(recipe, int(size[1]))
-    elif not size and spec != "chars":
-        loaded = load_tokenizer(expanded("data.tokenizer", spec), mask)
-        if recipe.data.chat_template:
-            loaded = open_template(recipe.data.chat_template, spec, loaded).tokenizer
-        require_vocabulary(recipe, loaded.vocab_size)
     fact = f"{several(len(source.files), 'file')}, {source.size / 1e6:,.1f} MB"
     if source.left_out:
         fact += f"\nnote: {source.left_out}"
@@ -174,6 +165,36 @@ def _found_ids(recipe: Recipe, source: Source) -> Found:
     if warning := dataset.unseparated(recipe, train, recipe.data.end_token):
         fact += f"\n{WARNING}{warning}"
     return Found(fact, amount, amount)
+
+
+def without_data(recipe: Recipe) -> list[str]:
+    """Warnings that need no data. Raises UserError: the model certainly has fewer ids than the tokenizer."""
+    if any(one.data.source.startswith(TOKENS) for one in preparation.sources_of(recipe).values()):
+        return []
+    try:
+        check_tokenizer(recipe.data, objective_of(recipe) == "mlm")
+    except UserError as error:  # the file may be where the run will be
+        return [str(error)]
+    _require_ids(recipe)
+    return []
+
+
+def _require_ids(recipe: Recipe, size: int = 0) -> None:
+    """Raises UserError: the model certainly has fewer ids than the tokenizer, if the text has `size` bytes."""
+    mask, spec = objective_of(recipe) == "mlm", recipe.data.tokenizer
+    least, learned = (
+        256 + (2 if mask else 1) + len(special_of(recipe.data.chat_template)),
+        spec.startswith("bpe:"),
+    )
+    if learned and size > ENOUGH * int(spec[4:]):
+        least = int(spec[4:])
+    elif not learned and spec not in ("bytes", "chars"):
+        loaded = load_tokenizer(expanded("data.tokenizer", spec), mask)
+        if recipe.data.chat_template:
+            loaded = open_template(recipe.data.chat_template, spec, loaded).tokenizer
+        least = loaded.vocab_size
+    if spec != "chars":
+        require_vocabulary(recipe, least)
 
 
 def require_readable(recipe: Recipe, source: Source) -> None:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fivefold.data import talk
+from fivefold.data import foreign, talk
 from fivefold.data.kinds import SUFFIXES, TOKEN_SUFFIXES, hub, kind_of, named, remote, token_kind
 from fivefold.data.kinds.kind import BY_RULE, ENDED, PACKED, SPAN, TOKENS, VAL, Bad, Document, Fields, File
 from fivefold.errors import UserError, several
@@ -88,7 +88,7 @@ def find(spec: str) -> Source:
     if spec.startswith(TOKENS):
         return Source(spec, _token_files(spec), ids=True)
     if spec.startswith(hub.PREFIX):
-        hub.parse(spec)
+        foreign.refuse([Path(os.path.expanduser(hub.parse(spec).name))])
         return Source(spec, [File(spec, Path(spec), hub.HubRows.name, 0)], hub=True)
     if not spec:
         raise UserError(
@@ -135,6 +135,7 @@ def _token_files(spec: str) -> list[File]:
     if not paths:
         known = ", ".join(TOKEN_SUFFIXES)
         raise UserError(f"data.source: no token file ({known}) at {spec!r}; {nearest(pattern)}")
+    foreign.refuse({p.parent for p in paths})
     of_index = {p: p.with_suffix(".bin") for p in paths if p.suffix == ".idx"}
     files = []
     for path in sorted({(b if (b := of_index.get(p, p)).is_file() else p).absolute() for p in paths}):
@@ -174,6 +175,7 @@ def _walk(root: Path, left_out: Iterable[str] = ()) -> list[Path]:
 
 
 def _below(spec: str, root: Path, paths: list[Path]) -> Source:
+    foreign.refuse({p.parent for p in paths if p.name in (*foreign.DATASETS, foreign.INDEX)})
     return _of_kind(spec, [(p.relative_to(root).as_posix(), p, None) for p in paths])
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -24,8 +23,9 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +34,8 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
+from fivefold.data.beginning import begin_template, starts
+from fivefold.data.pieces import Pieces, cut_text
 from fivefold.errors import UserError
 from fivefold.files import cache_folder, parse_json, read_bytes, read_json, writable, write_atomically
 from fivefold.precision import MOST_IDS
@@ -61,7 +63,6 @@ PROBE = "".join(map(chr, [*range(1, 0x3000, 3), *range(0xFB00, 0xFE00), *range(0
     "The quick brown fox jumps over the lazy dog, 12345 times\n\n\t  " * 100 + "e" * 2000
 )
 """Text of many scripts, and long runs."""
-PIECE = 1 << 17  # characters encoded at once; bounds memory (the library takes about 100 bytes per character)
 
 
 class NoSuchToken(UserError):
@@ -71,14 +72,14 @@ class NoSuchToken(UserError):
 class Tokenizer:
     """Encodes and decodes text, and describes the vocabulary.
 
-    vocab_size: all ids are below it. end_id: the token between documents. begin_id: the token before a document: the
-    one that the file's config calls bos_token (`begin`), else the end token. start_ids: what the file's own template
-    puts before a text; nothing in tokenizers of ours. prefixes: the text's beginning gets a blank that is not there, as
-    SentencePiece's does. mask_id: the token that hides a word where the objective is
-    `mlm`, or None. special_tokens: text -> id. chat_template: the Jinja text of conversations that a run has learned
-    from; "": none. token_bytes (V,) int64: UTF-8 bytes of text per id, 0 for special tokens. They are exact for
-    byte-level vocabularies (`bpe:N`, `bytes`, GPT-2, Llama 3 ...), `chars` and byte fallback, and an estimate for
-    vocabularies that change the text (BERT's lower-casing).
+    vocab_size: all ids are below it. end_id: the token between documents. end_ids: those that end a generated text.
+    begin: the token that the file's config calls bos_token. start_ids: what stands before a text: the end token, as in
+    training, or for an imported model what its own file says (`imported`). prefixes: the text's beginning gets a blank
+    that is not there, as SentencePiece's does. byte_ids: tokens of single bytes that become text or not as a whole run
+    (SentencePiece's byte fallback). mask_id: the token that hides a word where the objective is `mlm`, or None.
+    special_tokens: text -> id. chat_template: the Jinja text of conversations that a run has learned from; "": none.
+    token_bytes (V,) int64: UTF-8 bytes of text per id, 0 for special tokens. They are exact for byte-level vocabularies
+    (`bpe:N`, `bytes`, GPT-2, Llama 3 ...), `chars` and byte fallback, else an estimate (BERT's lower-casing).
     """
 
     def __init__(self, inner: tokenizers.Tokenizer, end: str, mask: str | None, begin: str | None = None):
@@ -88,17 +89,11 @@ class Tokenizer:
         self._inner = inner
         spec, vocab = json.loads(inner.to_str()), inner.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values()) + 1
-        self._names = {"eos_token": end} | ({} if mask is None else {"mask_token": mask})
-        self.end_id = vocab[end]
-        self.begin, self.begin_id = begin, vocab[begin or end]
-        self.start_ids: list[int] = []
-        processor = spec.get("post_processor") or {}
-        for part in [processor, *processor.get("processors", [])]:
-            if part.get("type") == "TemplateProcessing":
-                names = [next(iter(piece.items())) for piece in part["single"]]
-                before = itertools.takewhile(lambda piece: piece[0] == "SpecialToken", names)
-                self.start_ids = [i for _, t in before for i in part["special_tokens"][t["id"]]["ids"]]
-                break
+        named = {"bos_token": begin, "eos_token": end, "mask_token": mask}
+        self._names = {role: token for role, token in named.items() if token is not None}
+        self.begin, self.end_id = begin, vocab[end]
+        self.end_ids, self.start_ids = frozenset([self.end_id]), [self.end_id]
+        self._file_starts, self._begin_id = starts(spec.get("post_processor") or {}), vocab[begin or end]
         self.mask_id = None if mask is None else vocab[mask]
         self.special_tokens = {t["content"]: t["id"] for t in spec["added_tokens"] if t["special"]}
         self.chat_template = ""
@@ -109,13 +104,34 @@ class Tokenizer:
         self._char_ids = _character_table(spec)
         self.token_bytes = self._count_bytes(spec, vocab)
         self.prefixes = not {"Metaspace", "Prepend"}.isdisjoint(_types(spec, "pre_tokenizer", "normalizer"))
+        fallback = "ByteFallback" in _types(spec, "decoder")
+        self.byte_ids = frozenset(i for t, i in vocab.items() if fallback and _is_byte(t))
+
+    def imported(self, end_ids: Iterable[int] = ()) -> Tokenizer:
+        """Of a model that was trained elsewhere: texts begin as the file's own template says, which may be without any
+        token, and end at end_ids, if there are any."""
+        found = copy(self)
+        found.start_ids, found.end_ids = self._file_starts, frozenset(end_ids) or self.end_ids
+        return found
+
+    @property
+    def begin_ids(self) -> list[int]:
+        """What stands before a document whose first token is predicted, too: start_ids, or at least the BOS or end
+        token."""
+        return self.start_ids or [self._begin_id]
+
+    def begun(self, text: str) -> list[int]:
+        """Ids of a text from its beginning on, as a model has learned to read it."""
+        ids = self.encode(text)
+        return [*self.start_ids, *ids] if ids else self.begin_ids
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text. Raises UserError for a lone surrogate, or a character unknown to `chars`."""
         return self.encode_array(text).tolist()
 
-    def encode_array(self, text: str) -> np.ndarray:
-        """Ids of the text as an array (int64, or a smaller type for a small vocabulary)."""
+    def encode_array(self, text: str, continues: bool = False) -> np.ndarray:
+        """Ids of the text as an array (int64, or a smaller type for a small vocabulary). continues: it is no beginning,
+        so it gets no blank that only begins a text."""
         try:
             raw = text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -132,11 +148,11 @@ class Tokenizer:
                     f"character {text[at]!r} at position {at} is not in the tokenizer's vocabulary"
                 )
             return char_ids
-        ids = [np.empty(0, np.int64)]
-        for piece in cut_text(text):
-            (encoding,) = self._inner.encode_batch_fast([piece], add_special_tokens=False)
-            ids.append(np.array(encoding.ids, np.int64))
-        return np.concatenate(ids)
+        return Pieces(self._inner, self._line if self.prefixes else []).encode(text, continues)
+
+    @cached_property
+    def _line(self) -> list[int]:
+        return self._inner.encode("\n", add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids, without special tokens and without ids beyond the vocabulary (a model may pad)."""
@@ -159,6 +175,13 @@ class Tokenizer:
         """The content of a tokenizer.json."""
         return self._inner.to_str(pretty=True)
 
+    def to_begun_json(self) -> str:
+        """The same with a template that puts the end token before a text, as training does: for other programs."""
+        spec, end = json.loads(self.to_json()), self._names["eos_token"]
+        return json.dumps(
+            spec | {"post_processor": begin_template(end, self.end_id)}, indent=2, ensure_ascii=False
+        )
+
     def save(self, path: Path) -> None:
         """Writes tokenizer.json, and tokenizer_config.json, which names the special tokens."""
         write_atomically(path, self.to_json())
@@ -177,7 +200,7 @@ class Tokenizer:
                 continue
             if byte_level and token not in added:  # each character stands for one byte
                 counts[i] = len(token)
-            elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):  # byte fallback
+            elif _is_byte(token):
                 counts[i] = 1
             elif continues:  # WordPiece: "##ing" continues a word, any other token follows a blank
                 counts[i] = len(token.removeprefix(continues).encode()) + (not token.startswith(continues))
@@ -296,18 +319,6 @@ def with_special(tokenizer: Tokenizer, tokens: Sequence[str]) -> Tokenizer:
     return Tokenizer(inner, names[tokenizer.end_id], mask, tokenizer.begin)
 
 
-def cut_text(text: str, size: int = PIECE) -> Iterator[str]:
-    """Pieces of at most `size` characters, cut after a line break if there is one."""
-    start = 0
-    while start < len(text):
-        stop = start + size
-        if stop < len(text):
-            line = text.rfind("\n", start, stop)
-            stop = line + 1 if line >= 0 else stop
-        yield text[start:stop]
-        start = stop
-
-
 def byte_letters() -> dict[int, str]:
     """The printable letter for each byte in byte-level vocabularies (GPT-2's convention).
 
@@ -334,6 +345,10 @@ def _find_token(path: Path, vocab: dict[str, int], named: Any, usual: list[str],
     )
 
 
+def _is_byte(token: str) -> bool:
+    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+
+
 def _named(token: Any) -> str | None:
     """A special token of tokenizer_config.json: text, or an object with its content."""
     token = token.get("content") if isinstance(token, dict) else token
@@ -342,7 +357,7 @@ def _named(token: Any) -> str | None:
 
 def _is_ours(spec: Any) -> bool:
     """True if a tokenizer.json has no parts but those of `_plain`. Its vocabulary may be any."""
-    parts = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+    parts = ("normalizer", "pre_tokenizer", "decoder")
     plain = [json.loads(_plain(kind, models.BPE()).to_str()) for kind in ("bpe", "bytes", "chars")]
     known = [[ours[part] for part in parts] for ours in plain]
     return (
@@ -350,6 +365,8 @@ def _is_ours(spec: Any) -> bool:
         and isinstance(spec.get("model"), dict)
         and spec["model"].get("type") in ("BPE", "WordLevel")
         and [spec.get(part) for part in parts] in known
+        and spec.get("post_processor")
+        in (None, *(begin_template(END, t["id"]) for t in spec.get("added_tokens") or ()))
     )
 
 

@@ -1,5 +1,5 @@
 """One optimizer step: forward and backward of each microbatch, clipping, update. Gradients add up in fp32, and are
-summed over the ranks while the last backward runs. Also computes the loss without a step, for validation.
+summed over the ranks while the last backward runs.
 
 A step is judged by its loss and its gradient's norm (is it finite, is it a spike, may it change the weights?), and the
 update before it by the largest weight: has it destroyed the weights? Loss and norm are sums over all ranks, so all of
@@ -429,66 +429,3 @@ def outlier(stats: Tensor, value: Tensor, limit: float) -> tuple[Tensor, Tensor]
         [count + 1, mean + share * apart, (1 - share) * (variance + share * apart.square())], -1
     )
     return found.double(), torch.where(value.isfinite().unsqueeze(-1), after, stats)
-
-
-class ValidationSet(NamedTuple):
-    """A rank's microbatches of a validation set. name: "" for the only one. headline: it counts for val_loss.
-    token_bytes (V): bytes of text per token id, if known."""
-
-    name: str
-    headline: bool
-    microbatches: list[Microbatch]
-    token_bytes: Tensor | None
-
-
-def validate(state: State, sets: Sequence[ValidationSet]) -> dict[str, Any]:
-    """Validates on every rank's microbatches. Returns val_loss (nats per target over the sets that are headlines) and
-    val_bits_per_byte, if it is known; and if there are several sets val_losses and val_bits of each by its name."""
-    sums = {each.name: _sums(state, each.microbatches, each.token_bytes) for each in sets}
-    headlines = [sums[each.name] for each in sets if each.headline]
-    figures: dict[str, Any] = _losses(*map(sum, zip(*headlines, strict=True)))
-    if len(sets) > 1:
-        by_name = {name: _losses(*parts) for name, parts in sums.items()}
-        figures["val_losses"] = {name: losses["val_loss"] for name, losses in by_name.items()}
-        bits = "val_bits_per_byte"
-        figures["val_bits"] = {name: losses[bits] for name, losses in by_name.items() if bits in losses}
-    return figures
-
-
-def _losses(nats: float, targets: float, size: float) -> dict[str, float]:
-    found = {"val_loss": nats / max(1, targets)}
-    if size:
-        found["val_bits_per_byte"] = nats / size / math.log(2)
-    return found
-
-
-@torch.no_grad()
-def _sums(
-    state: State, microbatches: list[Microbatch], token_bytes: Tensor | None
-) -> tuple[float, float, float]:
-    """Sums over every rank's microbatches: nats, targets, and given token_bytes (V) bytes of text."""
-    parallel, mesh = state.parallel, state.mesh
-    for stage in parallel.stages:
-        stage.eval()
-    if parallel.pipeline is not None:  # only the last stage has losses
-        losses = parallel.pipeline.losses(microbatches)
-    else:
-        losses = (
-            (number, state.module(one.inputs, one.targets, **one.options()))
-            for number, one in enumerate(microbatches)
-        )
-    sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)  # nats, targets, bytes
-    for number, loss in losses:
-        progress.mark()
-        targets = microbatches[number].targets
-        counted = targets >= 0
-        sums[0] += loss.double() * counted.sum()
-        sums[1] += counted.sum()
-        if token_bytes is not None:
-            # To choose by the mask would be a host sync.
-            sums[2] += (token_bytes[targets.clamp(min=0)] * counted).sum()
-    for stage in parallel.stages:
-        stage.train()
-    sums = mesh.axis("run").all_reduce(sums * counted_once(mesh))
-    nats, targets, size = sums.tolist()
-    return nats, targets, size

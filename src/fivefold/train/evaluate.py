@@ -190,9 +190,9 @@ class Scorer:
         return ids
 
     def document(self, text: str) -> np.ndarray:
-        """Tokens of a document behind the token that begins one (lm-eval: prefix_token_id), so the first is scored,
-        too. The end of the document is not."""
-        return np.concatenate([np.array([self.tokenizer.begin_id], np.int32), self.encode(text)])
+        """Tokens of a document behind `begin_ids` (lm-eval: prefix_token_id), so the first is scored, too. The end of
+        the document is not."""
+        return np.concatenate([np.array(self.tokenizer.begin_ids, np.int32), self.encode(text)])
 
     def continuations(self, context: str, continuations: Sequence[str]) -> list[Request]:
         """Requests that score each continuation behind the context.
@@ -200,12 +200,12 @@ class Scorer:
         As lm-eval (lm_eval/api/model.py, `_encode_pair` and `loglikelihood`): blanks at the end of the context go to
         the continuation, because most tokenizers join a blank with the word behind it. Context and continuation are
         encoded together, and the number of tokens of the context alone says where the continuation begins. Behind an
-        empty context the continuation begins a document. Any other context begins with what the tokenizer's template
-        puts before a text (Llama's BOS; nothing in runs of ours). Of texts that are too long the beginning is cut off.
+        empty context the continuation begins a document. Any other context begins as a prompt does. Of texts that are
+        too long the beginning is cut off.
         Raises UserError: a continuation has no token of its own, or more than the model sees at once."""
         front = context.rstrip()
-        seen, begin = len(self.encode(front)), self.tokenizer.start_ids if front else []
-        begin = np.array(begin if seen else [self.tokenizer.begin_id], np.int32)
+        seen = len(self.encode(front))
+        begin = np.array(self.tokenizer.start_ids if seen else self.tokenizer.begin_ids, np.int32)
         found: list[tuple[np.ndarray, int]] = []
         for continuation in continuations:
             tokens = np.concatenate([begin, self.encode(context + continuation)])
@@ -230,7 +230,7 @@ class Scorer:
         scored = int(last - 1 - np.flatnonzero(~encoded.counted[:last])[-1])
         if scored > self.context:
             raise UserError(f"the answer has {scored} tokens; must be at most {self.context}")
-        tokens = np.array([self.tokenizer.begin_id, *encoded.ids[:last]], np.int32)
+        tokens = encoded.ids[:last].astype(np.int32)  # it begins with its own first token, as in training
         return Request(tokens[-self.context - 1 :], scored, cut=len(tokens) > self.context + 1)
 
     def score(self, requests: Iterator[Request]) -> Iterator[tuple[Request, Score]]:
@@ -263,8 +263,8 @@ def _text(
             row["documents"] += 1
             row["bytes"] += len(text.encode())
             row["words"] += len(re.split(r"\s+", text))  # as lm-eval (lm_eval/api/task.py, count_words)
-            row["tokens"] += len(tokens) - 1
-            yield from windows(tokens, scorer.context, stride)
+            row["tokens"] += len(tokens) - len(scorer.tokenizer.begin_ids)
+            yield from windows(tokens, scorer.context, stride, len(scorer.tokenizer.begin_ids))
 
     scored = 0
     for request, found in scorer.score(requests()):
@@ -373,22 +373,22 @@ def _length(name: str, value: int | None, most: int, what: str) -> int:
     return value or most
 
 
-def windows(tokens: np.ndarray, context: int, stride: int) -> Iterator[Request]:
-    """Requests that score each token of a document once, except the first, which only begins it (n + 1 tokens).
+def windows(tokens: np.ndarray, context: int, stride: int, begin: int = 1) -> Iterator[Request]:
+    """Requests that score each token of a document once, except the first `begin`, which only begin it (n + begin).
 
-    The first window scores `context` tokens. Every further one scores the next `stride` tokens. Its input has `context`
-    tokens, too: those before the scored ones come again. The last window scores what is left, also with a whole context
-    to see. With stride = context this is the rule of lm-evaluation-harness 0.4.13 (lm_eval/utils.py,
-    get_rolling_token_windows with context_len = 1).
+    The first window scores as many tokens as the model sees: `context` of them behind a single one that begins. Every
+    further one scores the next `stride` tokens. Its input has `context` tokens, too: those before the scored ones come
+    again. The last window scores what is left, also with a whole context to see. With stride = context this is the rule
+    of lm-evaluation-harness 0.4.13 (lm_eval/utils.py, get_rolling_token_windows with context_len = 1).
     """
-    n = len(tokens) - 1
-    done = min(context, n)
-    if done:
-        yield Request(tokens[: done + 1], done)
-    while done < n:
-        new = min(stride, n - done)
+    done, end = min(begin, context), len(tokens)
+    if first := min(context + 1, end) - done:
+        yield Request(tokens[: done + first], first)
+    done += first
+    while done < end:
+        new = min(stride, end - done)
         done += new
-        yield Request(tokens[done - context : done + 1], new, cut=True)
+        yield Request(tokens[done - context - 1 : done], new, cut=True)
 
 
 def score(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fivefold.checkpoint import store
 from fivefold.checkpoint.source import tokenizer_of, weights_of
 from fivefold.data.chat import ANSWER, ChatTemplate, Message, NotAConversation, beside
+from fivefold.data.kinds.kind import TOKENS
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import UserError
 from fivefold.files import guard
@@ -95,7 +96,12 @@ def open_run(
 def require_tokenizer(run: Path, tokenizer: Tokenizer | None) -> Tokenizer:
     """Raises UserError if a run has no tokenizer."""
     if tokenizer is None:
-        raise UserError(f"'{run}' was trained on token files, so it has no tokenizer to encode text with")
+        recipe = load(run / "recipe.toml")
+        sources = [recipe.data.source, *(each.source for each in recipe.data.sources)]
+        why = "it was trained on token files"
+        if not any(source.startswith(TOKENS) for source in sources):
+            why = "its folder has no tokenizer.json. Put the model's tokenizer.json and tokenizer_config.json there"
+        raise UserError(f"'{run}' has no tokenizer to encode text with: {why}")
     return tokenizer
 
 
@@ -110,14 +116,13 @@ def generate_text(
 ) -> Iterator[str]:
     """Continues a prompt, text or ids, and yields the new text in pieces of whole characters.
 
-    An empty prompt starts a document. The text stops at the end token, at one of `ends`, or before one of the texts
-    `sampling.stop`.
+    A prompt of text begins as in training, and an empty one starts a document. The text stops at the end token, at one
+    of `ends`, or before one of the texts `sampling.stop`.
     """
-    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    ids = ids or [tokenizer.end_id]
-    ends = {tokenizer.end_id, *ends}
+    ids = tokenizer.begun(prompt) if isinstance(prompt, str) else prompt or tokenizer.begin_ids
+    ends = {*tokenizer.end_ids, *ends}
     tokens = generate(module, model, ids, sampling, vocab_size=tokenizer.vocab_size, end_id=ends, seen=seen)
-    return until(stream_text(tokens, tokenizer.decode, ids), sampling.stop)
+    return until(stream_text(tokens, tokenizer.decode, ids, tokenizer.byte_ids), sampling.stop)
 
 
 def samples_of(
@@ -220,7 +225,10 @@ def sample(logits_V: Tensor, sampling: Sampling, randomness: torch.Generator) ->
 
 
 def stream_text(
-    tokens: Iterable[int], decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()
+    tokens: Iterable[int],
+    decode: Callable[[Sequence[int]], str],
+    before: Sequence[int] = (),
+    together: Collection[int] = (),
 ) -> Iterator[str]:
     """Text of token ids in pieces, each as soon as it is certain. The joined pieces are the decoded whole.
 
@@ -229,6 +237,7 @@ def stream_text(
 
     Args:
         before: ids of the text in front, which is not yielded (the prompt).
+        together: ids that decode as a whole run: one that is no text makes none of those before it.
     """
     front, held, sent = list(before), [], 0
     start = len(decode(front))  # where the text of the held tokens begins
@@ -236,6 +245,8 @@ def stream_text(
     for token in tokens:
         held.append(token)
         text = decode(front + held)[start:]
+        if token in together:
+            continue
         certain = text.removesuffix(BROKEN)  # only the last character can still be completed
         if len(certain) > sent:
             yield certain[sent:]
@@ -289,7 +300,7 @@ class Chat:
         ends, stop, template = frozenset[int](), list[str](), self.template
         if template is None:
             text = f"{self.text}\n{said}" if self.text else said
-            prompt = self.tokenizer.encode(text)
+            prompt = self.tokenizer.begun(text)
             self.text = text
         else:
             self.messages.append({"role": "user", "content": said})

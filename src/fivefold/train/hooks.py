@@ -28,7 +28,7 @@ from fivefold.parallel.mesh import Microbatch
 from fivefold.recipe import count_parameters, tokens_before
 from fivefold.step.custom import measuring
 from fivefold.step.state import State
-from fivefold.step.step import validate
+from fivefold.step.validation import validate
 from fivefold.train.checked import anywhere
 from fivefold.train.faults import Fault, corrupted, note
 from fivefold.train.generate import Chat, Sampling, generate_text, open_run

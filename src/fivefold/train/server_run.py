@@ -44,7 +44,8 @@ from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import parts
 from fivefold.sharding.sync import Shares, messages, units
 from fivefold.step.state import State, assert_whole, compute_mode, updater_arguments
-from fivefold.step.step import SAVE, STOP, Done, forward_backward, last_update, rate, set_windows, validate
+from fivefold.step.step import SAVE, STOP, Done, forward_backward, last_update, rate, set_windows
+from fivefold.step.validation import validate
 from fivefold.train.faults import ROLLBACKS, Fault, destroyed_after, read_rollbacks, weights_fault
 from fivefold.train.hooks import SAMPLE, RunHooks, due, sampled
 from fivefold.train.instruments import Speed

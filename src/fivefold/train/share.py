@@ -27,7 +27,7 @@ from fivefold.models.base import LanguageModel
 from fivefold.parallel.mesh import Mesh, Microbatch, Share, divided
 from fivefold.recipe import LeftOut, Recipe, batch_size, place
 from fivefold.sharding import layout
-from fivefold.step.step import ValidationSet
+from fivefold.step.validation import ValidationSet
 from fivefold.train.job import BatchSource, Job
 
 STREAMS = "streams"  # a key of a checkpoint's meta

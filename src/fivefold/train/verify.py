@@ -62,7 +62,8 @@ from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.parts import Part, held
 from fivefold.sharding.units import zeropp
 from fivefold.step.state import State, build_state, compute_mode, with_optimizer
-from fivefold.step.step import ValidationSet, take_step, validate
+from fivefold.step.step import take_step
+from fivefold.step.validation import ValidationSet, validate
 from fivefold.train import differences
 from fivefold.train.differences import TOLERANCE, Figure, Limits
 from fivefold.train.faults import corrupted

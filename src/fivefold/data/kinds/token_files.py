@@ -24,6 +24,7 @@ from fivefold.files import BROKEN, flush, stream
 # llm.c: 256 int32 (magic, version, number of tokens, ...), then the ids.
 LLMC_HEADER = 256 * 4
 LLMC_DTYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
+NPY_MAGIC = b"\x93NUMPY"
 NPY_DTYPES = ("uint16", "uint32", "int32", "int64")
 LARGEST_VOCABULARY = 1 << 31  # a larger id is a negative int32, or the file holds no tokens
 COLUMN = "input_ids"
@@ -70,6 +71,12 @@ class Npy(TokenKind):
 
     def shard(self, path: Path, dtype: str) -> Shard:
         try:
+            with open(path, "rb") as f:
+                if f.read(len(NPY_MAGIC)) != NPY_MAGIC:
+                    raise UserError(
+                        f"data.source: {path}: no .npy file: it begins without numpy's header. Raw ids, as OLMo-core "
+                        "and dolma write them, are read from files named .bin (data.token_dtype says their size)"
+                    )
             array = np.load(path, mmap_mode="r", allow_pickle=False)
         except (*BROKEN, EOFError, MemoryError, SyntaxError) as error:  # it names the fault
             raise UserError(f"data.source: {path}: not a complete .npy file: {error}") from None

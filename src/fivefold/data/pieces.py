@@ -1,0 +1,99 @@
+"""Encodes long texts in pieces, with the ids that the library gives the whole. So memory stays bounded.
+
+A cut is right where what follows it has, by itself, the ids that it has in the whole. That is tried on a few hundred
+characters: behind the end of a line, or else where a word begins (to the library: what merges do not cross), or at any
+token of a text that is a single word. Ids that depend on what is further away are not found so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+PIECE = 1 << 17  # characters encoded at once; the library takes about 100 bytes per character
+SEAM = 1 << 9  # characters on each side by which a cut is tried
+MOST_LINES, MOST_TOKENS = 4, 128  # places that are tried
+
+
+def cut_text(text: str, size: int = PIECE) -> Iterator[str]:
+    """Pieces of at most `size` characters, cut after a line break if there is one."""
+    start = 0
+    while start < len(text):
+        stop = start + size
+        if stop < len(text):
+            line = text.rfind("\n", start, stop)
+            stop = line + 1 if line >= 0 else stop
+        yield text[start:stop]
+        start = stop
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """line: the ids of a line break, if the tokenizer puts a blank before a text; else []."""
+
+    inner: tokenizers.Tokenizer
+    line: Sequence[int]
+
+    def encode(self, text: str, continues: bool) -> np.ndarray:
+        """Ids (int64). continues: the text is no beginning."""
+        found, start = [np.empty(0, np.int64)], 0
+        while start < len(text):
+            ids, start = self._next(text, start, continues or start > 0)
+            found.append(ids)
+        return np.concatenate(found)
+
+    def _next(self, text: str, start: int, continues: bool) -> tuple[np.ndarray, int]:
+        """The ids of a text's next piece, and where it ends."""
+        stop = start + PIECE
+        if stop >= len(text):
+            return self._ids(text[start:], continues), len(text)
+        for at in islice(_line_ends(text, start + SEAM, stop), MOST_LINES):
+            if self._is_seam(text, at):
+                return self._ids(text[start:at], continues), at
+        ids, places, words = self._placed(text[start:stop], continues)
+        left, begins = stop - start - places, np.diff(places, prepend=-1) > 0
+        begins &= (left >= SEAM) & (left <= 4 * SEAM) & (places > 0)
+        of_words = begins & (np.diff(words, prepend=-1) != 0)
+        near = np.flatnonzero(of_words if of_words.any() else begins)[::-1][:MOST_TOKENS]
+        tails = (k for k in near if np.array_equal(ids[k:], self._ids(text[start + places[k] : stop], True)))
+        k = next(tails, near[0] if len(near) else len(ids))
+        return ids[:k], start + int(places[k]) if k < len(ids) else stop
+
+    def _is_seam(self, text: str, at: int) -> bool:
+        """True if a text has the same ids in two pieces, by what is around the cut."""
+        low, high = at - SEAM, at + SEAM
+        ids, places, _ = self._placed(text[low:high], True)
+        before = int((places < SEAM).sum())
+        left, right = self._ids(text[low:at], True), self._ids(text[at:high], True)
+        return np.array_equal(ids[:before], left) and np.array_equal(ids[before:], right)
+
+    def _ids(self, text: str, continues: bool) -> np.ndarray:
+        found, skipped = self._encoded(text, continues, self.inner.encode_batch_fast)
+        return np.array(found.ids[skipped:], np.int64)
+
+    def _placed(self, text: str, continues: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The ids, the character where each token begins, and the number of its word."""
+        found, skipped = self._encoded(text, continues, self.inner.encode_batch)
+        places = np.array(found.offsets, np.int64).reshape(-1, 2)[skipped:, 0] - bool(skipped)
+        return np.array(found.ids[skipped:], np.int64), places, np.array(found.word_ids[skipped:], np.int64)
+
+    def _encoded(self, text: str, continues: bool, encode: Any) -> tuple[Any, int]:
+        """The library's encoding, and how many ids are not the text's but those of a line break in front, behind which
+        a text gets no blank that begins one."""
+        line = self.line if continues else []
+        (found,) = encode(["\n" * bool(line) + text], add_special_tokens=False)
+        same = found.ids[: len(line)] == line
+        return (found, len(line)) if same else self._encoded(text, False, encode)
+
+
+def _line_ends(text: str, start: int, stop: int) -> Iterator[int]:
+    """Places behind a line break and before what is no blank, the last first."""
+    at = stop
+    while (at := text.rfind("\n", start, at)) >= 0:
+        if not text[at + 1].isspace():
+            yield at + 1
