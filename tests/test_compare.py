@@ -43,7 +43,12 @@ def test_figures_and_differences(folders: list[Path]) -> None:
     runs = read_runs(folders)
     assert [run.name for run in runs] == ["a/run", "b/run"]
     changed = differences(runs)
-    assert changed.keys() == {"train.steps", "optim.lr", "optim.warmup_steps"}
+    steps = {
+        "train.steps",
+        "train.val_every",
+        "train.sample_every",
+    }  # the last two follow from a run's length
+    assert changed.keys() == {*steps, "optim.lr", "optim.warmup_steps"}
     assert changed["optim.lr"] == [0.0025, 0.001]
     for run, row in zip(runs, as_json(runs)["runs"], strict=True):
         own = summarize(run.lines)

@@ -379,7 +379,7 @@ def ordered(rank: int, world: int, recipe: Recipe, steps: int, where: Path) -> N
         def run(*inputs, **options):
             notes.append(name)
             found = function(*inputs, **options)
-            if name in ("shared", "experts"):
+            if name in ("shared", "experts") and found.requires_grad:  # not in a validation
                 found.register_hook(lambda _: notes.append(name))
             return found
 

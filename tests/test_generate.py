@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from families import FAMILIES
@@ -14,6 +16,7 @@ from fivefold.errors import UserError
 from fivefold.models.base import build
 from fivefold.models.layers import Cache
 from fivefold.recipe import ModelSection, resolve_model
+from fivefold.train.differences import round_otherwise
 from fivefold.train.generate import Sampling, generate, generate_text, sample, stream_text
 
 MODELS = {
@@ -60,17 +63,21 @@ def small(request):
 
 @torch.no_grad()
 def test_cached_logits_equal_recomputed_ones(small):
-    """Prompt at once, then single tokens, then several at once."""
+    """Prompt at once, then single tokens, then several at once. They may differ as much as logits do when the last
+    digit of each weight changes, which is how far this model amplifies rounding."""
     module, model = small
     tokens = torch.randint(0, 64, (3, 24), generator=torch.Generator().manual_seed(0))
-    whole = module(tokens)
+    whole, other = module(tokens), copy.deepcopy(module)
+    round_otherwise(dict(other.named_parameters()), 1)
+    rounding = (other(tokens) - whole).abs().max().item()
+    assert rounding < 1e-4
     cache = Cache(model, batch=3)
     start = 0
     for stop in (5, 6, 7, 8, 13, 14, 24):
         logits = module(tokens[:, start:stop], cache=cache)
         assert logits.shape == (3, 1, 64)
         assert cache.length == stop
-        torch.testing.assert_close(logits[:, 0], whole[:, stop - 1], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(logits[:, 0], whole[:, stop - 1], atol=rounding, rtol=0)
         start = stop
 
 

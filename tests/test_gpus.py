@@ -343,7 +343,7 @@ def test_all_ranks_are_connected_when_they_meet(monkeypatch: pytest.MonkeyPatch)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(ranks_, "connect", connect)
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: said.append("left"))
+    monkeypatch.setattr(ranks_, "abort_groups", lambda: said.append("left"))
     monkeypatch.setattr(ranks_, "found", lambda: (0, 2, 0, 2))
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
     monkeypatch.setattr(ranks_, "schedule_as_batch", lambda: None)

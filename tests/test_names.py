@@ -22,7 +22,8 @@ ENDS = {"c", "cpp", "csv", "html", "json", "jsonl", "js", "css", "md", "py", "sh
 """Endings of files."""
 OTHERS = {"torch", "nn", "dist", "tokenizers", "transformers", "F", "np"}
 ELSEWHERE = {
-    "`NAME.PARAMETER`", "`STATE.PARAMETER`", "`sources.web.weight`", "`run.weights()`", "`fivefold.example`",
+    "`NAME.PARAMETER`", "`NAME.PARAMETER.NUMBER`",
+    "`STATE.PARAMETER`", "`sources.web.weight`", "`run.weights()`", "`fivefold.example`",
     "`checkpoint.initial_load_path`", "`checkpoint.interval`", "`checkpoint.enable`", "`metrics.log_freq`",
     "`model.name`", "`model.flavor`", "`model.converters`",
 }  # fmt: skip

@@ -76,7 +76,7 @@ def test_prove(browser: Browser, play: Play) -> None:
     page.press("Prove")
     page.wait("document.querySelector('.verdict')")
     assert page.text(".verdict") == "dp=2 computes the same as one process."
-    assert page.all("document.querySelectorAll('.prove tbody tr').length") == 4
+    assert page.all("document.querySelectorAll('.prove tbody tr').length") == 9
     words = "--set 'train.seed=2' --set 'train.sample_prompt=it'\\''s' --layout dp=2 --steps 1 --mode fp32"
     assert page.text(".copy pre") == f"fivefold verify quickstart {words}"
     page.check()

@@ -398,7 +398,7 @@ def test_a_stop_that_cannot_save_says_so(text: Path, tmp_path: Path) -> None:
     run.send(signal.SIGTERM)
     assert run.wait(30) == verdict.unsaved(signal.SIGTERM), run.said
     assert "stopped by SIGTERM, but not saved: " in run.said
-    assert "The newest checkpoint is of step 0; " in run.said
+    assert "No step is saved; " in run.said
     assert "Traceback" not in run.said
 
 

@@ -41,10 +41,13 @@ def saved(written: int, told: int, pieces: int = 0) -> dict[str, int]:
 
 
 EXPECTED = {
-    "validation": {"item step/step.py": SETS},
-    "validation, cp": {"item step/step.py": SETS},
-    "validation, pp": {"item step/step.py": SETS},
-    "validation, bert": {"item step/step.py": SETS, "nonzero models/bert/module.py": SETS * MICROBATCHES},
+    "validation": {"item step/validation.py": SETS},
+    "validation, cp": {"item step/validation.py": SETS},
+    "validation, pp": {"item step/validation.py": SETS},
+    "validation, bert": {
+        "item step/validation.py": SETS,
+        "nonzero models/bert/module.py": SETS * MICROBATCHES,
+    },
     "checks": {"item train/faults.py": 1},
     "shares": {},
     "samples": {"to_copy train/generate.py": 2 * TOKENS},

@@ -169,7 +169,7 @@ class Evidence(NamedTuple):
     def says(self, what: str) -> str:
         """In words. what: "time" or "memory"."""
         devices = f"{self.fewest:,} to " * (self.most > self.fewest) + several(self.most, "device")
-        runs = f"{several(self.rows, 'published run')} of this kind on {devices}"
+        runs = f"{several(self.rows, 'published run')} of this kind on {devices}: {self.sources}"
         if self.rows == 1:
             return f"{what} {100 * self.mean:.2g}% off ({runs})"
         return f"{what} {100 * self.mean:.2g}% off on average, {100 * self.worst:.2g}% at worst ({runs})"

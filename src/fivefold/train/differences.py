@@ -21,7 +21,7 @@ and so is each state of the optimizer: rounding flips the sign of some small gra
 those elements; how many is chance. Rounding is independent of the gradient, so nearly all of it is across the gradient.
 The part along it is compared as well, `gradient_scale`. There a layout may be apart from one process in the mode by
 TIMES the mode's own part, or its root mean square over all gradients: half a percent in bf16, where a wrong factor
-shows.
+shows. Of n elements' rounding about 1 / sqrt(n) falls along the gradient by chance, which counts in small tensors.
 """
 
 from __future__ import annotations
@@ -73,20 +73,20 @@ class Figure:
 
 
 class Limits:
-    """What rounding may do. own: a mode's own differences from fp32. others: the two disturbed references; exact: what
-    they disturb."""
+    """What rounding may do. own: a mode's own differences from fp32. others: the two disturbed references. exact: the
+    reference in fp32."""
 
     def __init__(
         self,
         mode: str,
+        exact: Path,
         own: Iterable[tuple[Key, float]] = (),
         others: Sequence[Path] = (),
-        exact: Path | None = None,
     ):
         self.mode, self.own, self.others = mode, dict(own), others
+        self.first = store.Reader(exact / FIRST, finite=False)
         self.found: dict[Key, float] = {}  # of the disturbed references
         for other in others:
-            assert exact is not None
             for key, rel in between(other, exact, False):
                 self.found[key] = max(self.found.get(key, 0.0), abs(rel))
 
@@ -103,7 +103,8 @@ class Limits:
             return Figure(rel, where, max(PRECISIONS[self.mode].roundoff, TIMES * max(alike)))
         if kind == "gradient_scale":
             usual = math.sqrt(sum(one * one for one in alike) / len(alike))
-            return Figure(abs(rel - self.own[key]), where, TIMES * max(usual, abs(self.own[key])))
+            by_chance = self.own["gradients", where] / math.sqrt(math.prod(self.first.shape("model", where)))
+            return Figure(abs(rel - self.own[key]), where, TIMES * max(usual, abs(self.own[key]), by_chance))
         return Figure(rel, where, TIMES * self.own[key])
 
 

@@ -208,9 +208,9 @@ def events(recipe: Recipe, steps: int, mode: str) -> Iterator[tuple[str, str]]:
     yield from ((key, str(EVERY)) for key in fields if key.endswith("_every"))
     if recipe.model.untie_step >= steps:
         yield "model.untie_step", str(EVERY)
-    if recipe.model.window_ramp:
-        short = "+".join(f"{window}:1" for window, _ in phases(recipe.model.window_ramp))
-        yield "model.window_ramp", toml_value(short)
+    for key, text, _ in recipe.model.ramps:
+        if text:
+            yield key, toml_value("+".join(f"{value}:1" for value, _ in phases(text)))
 
 
 def sizes(recipe: Recipe, steps: int) -> list[int]:
@@ -379,16 +379,13 @@ def compare_with_one_process(recipe: Recipe, data: DataSet, steps: int, folder: 
         return place
 
     report, exact = Report(to_text(layout), layout.ranks, mode, steps), reference(MASTER)
-    limits = (
-        Limits(mode)
-        if mode == MASTER
-        else Limits(mode, own=differences.between(reference(mode), exact, True))
-    )
+    own = differences.between(reference(mode), exact, True) if mode != MASTER else ()
+    limits = Limits(mode, exact, own)
     judge(report, folder / "layout", exact, limits)
     if mode == MASTER and not all(f.passed for kind, f in report.figures.items() if kind != "copies"):
         report = Report(to_text(layout), layout.ranks, mode, steps)
         others = [reference(MASTER, sign) for sign in (1, -1)]
-        judge(report, folder / "layout", exact, Limits(mode, others=others, exact=exact))
+        judge(report, folder / "layout", exact, Limits(mode, exact, others=others))
     return report
 
 

@@ -33,7 +33,7 @@ from fivefold.sharding.tiers import NOT_OFFLOADED, OFFLOADS
 
 AWAY = {"host": "in host memory", "disk": "on disk"}
 LESS = 0.98  # a change counts if it needs less than this share of the memory
-LARGE_BATCH = 2**26  # tokens of a step; published runs have up to 63M (DeepSeek-V3)
+LARGE_BATCH = 64e6  # tokens of a step; published runs have up to 63M (DeepSeek-V3)
 WORTH = 0.001  # a smaller share is not mentioned
 SMALLER = 1 / 32  # of the memory: a plan that saves less counts as no smaller
 EXPOSED_AS = {
