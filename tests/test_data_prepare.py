@@ -237,10 +237,10 @@ def test_who_stops_does_not_wait_for_documents_under_way(tmp_path: Path, monkeyp
     recipe = recipe_of(write(tmp_path / "a.jsonl", "\n".join(rows)), tmp_path / "cache")
     encode, groups, seen = Tokenizer.encode_array, build._groups, list[str]()
 
-    def slow(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    def slow(tokenizer: Tokenizer, text: str, continues: bool = False) -> np.ndarray:
         seen.append(text)
         time.sleep(0.01)
-        return encode(tokenizer, text)
+        return encode(tokenizer, text, continues)
 
     def interrupted(*arguments: Any) -> Iterator[Any]:
         yield next(groups(*arguments))
