@@ -380,8 +380,17 @@ def ordered(rank: int, world: int, recipe: Recipe, steps: int, where: Path) -> N
         def run(*inputs, **options):
             notes.append(name)
             found = function(*inputs, **options)
-            if name in ("shared", "experts"):
+            if name in ("shared", "experts") and found.requires_grad:
                 found.register_hook(lambda _: notes.append(name))
+            return found
+
+        return run
+
+    def unnoted(function: Callable) -> Callable:
+        def run(*inputs):
+            begun = len(notes)
+            found = function(*inputs)
+            del notes[begun:]
             return found
 
         return run
@@ -394,7 +403,7 @@ def ordered(rank: int, world: int, recipe: Recipe, steps: int, where: Path) -> N
             (Experts, "compute", "experts"),
         ):
             patch.setattr(kind, method, noted(name, getattr(kind, method)))
-        patch.setattr(verify, "validation_loss", lambda *_: 0.0)  # it has no backward
+        patch.setattr(verify, "validation_loss", unnoted(verify.validation_loss))
         side(rank, world, recipe, steps, where)
     model = resolve(recipe, vocab_size=64).model
     planned = setting(model, Layout.from_recipe(recipe.layout), parse("h100:2"), 1, 4).last_block
