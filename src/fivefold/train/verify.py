@@ -44,6 +44,7 @@ from fivefold.launch.ranks import Ranks
 from fivefold.models.base import LanguageModel, build
 from fivefold.models.card import card_of
 from fivefold.models.section import phases
+from fivefold.observe.faults import USUAL
 from fivefold.optim import OPTIMIZERS
 from fivefold.parallel.expert import Balance
 from fivefold.parallel.mesh import Mesh
@@ -271,7 +272,10 @@ def compute(
             share = share_of(batches, step - 1, size, train.microbatch_size or 1, state.mesh)
             done, when = take_step(state, recipe, share, inspect=inspect), f"step {step}"
             figures["loss"][when], figures["grad_norm"][when] = done.loss, done.norm
-            figures["auxiliary"] |= {f"{name}, {when}": value for name, value in done.more.items()}
+            more = {
+                name: value for name, value in done.more.items() if name not in USUAL
+            }  # averages of those two
+            figures["auxiliary"] |= {f"{name}, {when}": value for name, value in more.items()}
             if follows and step < len(plan):
                 write_state(f"{differences.AFTER}{step}", {})
                 if reference:
