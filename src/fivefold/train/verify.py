@@ -250,8 +250,14 @@ def compute(
     if reference:
         recipe = recipe.model_copy(update={"layout": LayoutSection()})
     state = reference_state(recipe, ranks) if reference else build_state(recipe, ranks)
-    if disturbed:
-        differences.round_otherwise(state.masters(), disturbed)
+
+    def disturb_weights() -> None:
+        if disturbed:
+            differences.round_otherwise(state.masters(), disturbed)
+            for replica in state.parallel.replicas:
+                replica.refresh()
+
+    disturb_weights()
     figures: dict[str, dict[str, float]] = {kind: {} for kind in differences.SCALARS}
 
     def inspect() -> None:
@@ -280,6 +286,7 @@ def compute(
                 write_state(f"{differences.AFTER}{step}", {})
                 if reference:
                     follow(state, folder.parent / "layout" / f"{differences.AFTER}{step}")
+                    disturb_weights()
         figures["validation"] = {"the last weights": validation_loss(state, recipe, batches)}
         write_state(differences.END, {**figures, "copies": corrupted(state, moments=True)})
     finally:
