@@ -138,6 +138,18 @@ def foreign(rank: int, port: int, file: Path, abort: Callable[[], None] | None) 
         sys.exit(9)
 
 
+@pytest.mark.parametrize(
+    "words", ["KeyError: 'a'", "rank 1: all_reduce failed", "rank 1 lost another rank: gone"]
+)
+def test_a_rank_is_named_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    monkeypatch.delenv(verdict.FOLDER, raising=False)
+    monkeypatch.setenv("RANK", "1")
+    verdict.leave("failed", words)
+    assert capsys.readouterr().err == f"rank 1: {words}\n".replace("rank 1: rank 1", "rank 1")
+
+
 @pytest.mark.parametrize(("abort", "code"), [(None, 9), (stuck, verdict.FAILED)])
 def test_a_rank_of_another_launcher_ends_at_once(tmp_path: Path, abort: Any, code: int) -> None:
     """Also if its backend does not let go."""

@@ -82,7 +82,8 @@ def leave(kind: str, text: str = "") -> int:
     folder = os.environ.get(FOLDER)
     if folder is None:
         if text and kind not in ("done", "stopped"):
-            print(f"rank {own_rank()}: {text}", file=sys.stderr, flush=True)
+            named = text.startswith((f"rank {own_rank()}:", f"rank {own_rank()} "))
+            print(text if named else f"rank {own_rank()}: {text}", file=sys.stderr, flush=True)
         return CODES[kind]
     path = Path(folder, f"{kind}-{own_rank()}")
     temporary = path.with_name(f".{path.name}.{own_word()}")

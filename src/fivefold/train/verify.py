@@ -44,6 +44,7 @@ from fivefold.launch.ranks import Ranks
 from fivefold.models.base import LanguageModel, build
 from fivefold.models.card import card_of
 from fivefold.models.section import phases
+from fivefold.observe.faults import USUAL
 from fivefold.optim import OPTIMIZERS
 from fivefold.parallel.expert import Balance
 from fivefold.parallel.mesh import Mesh
@@ -249,8 +250,14 @@ def compute(
     if reference:
         recipe = recipe.model_copy(update={"layout": LayoutSection()})
     state = reference_state(recipe, ranks) if reference else build_state(recipe, ranks)
-    if disturbed:
-        differences.round_otherwise(state.masters(), disturbed)
+
+    def disturb_weights() -> None:
+        if disturbed:
+            differences.round_otherwise(state.masters(), disturbed)
+            for replica in state.parallel.replicas:
+                replica.refresh()
+
+    disturb_weights()
     figures: dict[str, dict[str, float]] = {kind: {} for kind in differences.SCALARS}
 
     def inspect() -> None:
@@ -271,11 +278,15 @@ def compute(
             share = share_of(batches, step - 1, size, train.microbatch_size or 1, state.mesh)
             done, when = take_step(state, recipe, share, inspect=inspect), f"step {step}"
             figures["loss"][when], figures["grad_norm"][when] = done.loss, done.norm
-            figures["auxiliary"] |= {f"{name}, {when}": value for name, value in done.more.items()}
+            more = {
+                name: value for name, value in done.more.items() if name not in USUAL
+            }  # averages of those two
+            figures["auxiliary"] |= {f"{name}, {when}": value for name, value in more.items()}
             if follows and step < len(plan):
                 write_state(f"{differences.AFTER}{step}", {})
                 if reference:
                     follow(state, folder.parent / "layout" / f"{differences.AFTER}{step}")
+                    disturb_weights()
         figures["validation"] = {"the last weights": validation_loss(state, recipe, batches)}
         write_state(differences.END, {**figures, "copies": corrupted(state, moments=True)})
     finally:
