@@ -1,5 +1,5 @@
-"""Data sheets of accelerators: the table that MFU, the planner's clusters and `fivefold formats` read (devices.toml). No
-torch.
+"""Data sheets of accelerators: the table that MFU, the planner's clusters and `fivefold formats` read
+(devices.toml). No torch.
 
 Rates are dense: data sheets of NVIDIA from 2023 on count sparsity, so theirs are halved. Matmuls add in fp32. Rates of
 fp64 are those of matrix units, where they compute it. Turing and Ada have two units for it per multiprocessor: a 32nd
