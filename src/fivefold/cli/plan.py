@@ -26,21 +26,6 @@ if TYPE_CHECKING:
     from fivefold.recipe import Recipe
 
 
-EXAMPLES = [
-    "fivefold plan llama3-8b --cluster h100:64",
-    "fivefold plan llama-7b --cluster h100:64 --layout dp=64,zero=1 --set train.global_batch_size=1024",
-    "fivefold plan my.toml --cluster lab.toml:16 --explain",
-    "fivefold plan gpt2-124m --cluster h100:8 --layout dp=8 --html plan.html",
-    "fivefold plan llama-7b --cluster h100:64 --tokens 1.4T --deadline 30d --price 2.5 --mtbf 1900d",
-    "fivefold plan llama3-8b --cluster h100:64 --cluster a100:128 --tokens 1T --price 2.5 --price 1.2",
-    "fivefold plan search llama-7b --cluster a100:64 --top 5 --save best.toml",
-    "fivefold plan search llama-7b --cluster h100:64 --pictures --html plan.html",
-    "fivefold plan search llama-7b --cluster h100:64 --tokens 1.4T --deadline 30d --price 2.5",
-    "fivefold plan search quickstart --cluster local:2",
-    "fivefold plan search mixtral-8x7b --cluster h100:64 --expert-load 1.3",
-    "fivefold plan trace llama-7b --cluster h100:64 --layout dp=8,tp=8,zero=3",
-    "fivefold plan trace llama-7b --cluster h100:8 --layout dp=8,zero=3 --memory-timeline memory.svg",
-]
 CLUSTER = "h100"
 GROUPS = {
     "Assumptions": ("params", "software", "margin", "expert_load", "document_tokens"),
