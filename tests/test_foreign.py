@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 from typer.testing import CliRunner
 
-from fivefold.cli import foreign as foreign_cli
+from fivefold.cli import plan as plan_cli
 from fivefold.cli.main import app
 from fivefold.data import prepare
 from fivefold.errors import UserError
@@ -449,8 +449,8 @@ def test_json_has_it(tmp_path: Path) -> None:
 
 
 def test_nothing_is_measured_for_a_recipe() -> None:
-    with mock.patch.object(foreign_cli, "ensure_measured") as measured:
-        assert foreign_cli.told("quickstart", "cpu:2", json=True) == {}
+    with mock.patch.object(plan_cli, "ensure_measured") as measured:
+        assert plan_cli.told("quickstart", "cpu:2", json=True) == {}
     measured.assert_not_called()
 
 

@@ -22,10 +22,9 @@ ENDS = {"c", "cpp", "csv", "html", "json", "jsonl", "js", "css", "md", "py", "sh
 """Endings of files."""
 OTHERS = {"torch", "nn", "dist", "tokenizers", "transformers", "F", "np"}
 ELSEWHERE = {
-    "`NAME.PARAMETER`", "`NAME.PARAMETER.NUMBER`",
-    "`STATE.PARAMETER`", "`sources.web.weight`", "`run.weights()`", "`fivefold.example`",
-    "`checkpoint.initial_load_path`", "`checkpoint.interval`", "`checkpoint.enable`", "`metrics.log_freq`",
-    "`model.name`", "`model.flavor`", "`model.converters`",
+    "`NAME.PARAMETER`", "`NAME.PARAMETER.NUMBER`", "`STATE.PARAMETER`", "`sources.web.weight`", "`run.weights()`",
+    "`fivefold.example`", "`checkpoint.initial_load_path`", "`checkpoint.interval`", "`checkpoint.enable`",
+    "`metrics.log_freq`", "`model.name`", "`model.flavor`", "`model.converters`",
 }  # fmt: skip
 """Patterns of names, a variable of an example, a host, and fields of torchtitan's recipes."""
 

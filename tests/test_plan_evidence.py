@@ -17,7 +17,7 @@ from fivefold.plan.cluster.devices import Device, Link
 from fivefold.plan.memory import memory
 from fivefold.plan.predict import predict
 from fivefold.plan.setting import Setting, Software, setting
-from fivefold.plan.software import MEGATRON_CORE, NEMO, Evidence, evidence, said
+from fivefold.plan.software import PROGRAMS, Evidence, evidence, said
 from fivefold.plan.time import time
 from fivefold.recipe import load, resolve_model
 from fivefold.sharding.layout import Layout
@@ -110,7 +110,9 @@ def test_a_plan_says_what_was_published_of_its_memory() -> None:
     assert plan.as_json()["memory"]["error"] == found.mean
 
 
-def setting_of(software: Software = MEGATRON_CORE, mode: str = "bf16", recompute: str = "none") -> Setting:
+def setting_of(
+    software: Software = PROGRAMS["megatron-core"], mode: str = "bf16", recompute: str = "none"
+) -> Setting:
     """DeepSeek-V3's shape, with experts over 64 of 128 devices."""
     layout = Layout(pp=2, dp_shard=64, ep=64, zero=1, recompute=recompute)
     model = resolve_model(load("deepseek-v3").model, vocab_size=129280)
@@ -122,14 +124,14 @@ def rows_sent(s: Setting) -> float:
 
 
 def test_a_row_crosses_to_a_node_once() -> None:
-    plain, once = setting_of(), setting_of(replace(MEGATRON_CORE, once_per_node=True))
+    plain, once = setting_of(), setting_of(replace(PROGRAMS["megatron-core"], once_per_node=True))
     assert rows_sent(once) == pytest.approx(rows_sent(plain) * 4 / 8)
     assert time.step(once).seconds < time.step(plain).seconds
 
 
 def test_kept_activations_are_as_narrow_as_the_program_keeps_them() -> None:
     """Per token of a block with experts: inputs of matmuls, and of gates, in one byte instead of two."""
-    fp8 = replace(NEMO, name="other")
+    fp8 = replace(PROGRAMS["nemo"], name="other")
     model = setting_of().model
     N, k, D, F = 4096, 8, model.dim, model.expert_ffn_dim or 0
 
@@ -148,7 +150,7 @@ def test_weight_gradients_of_experts_wait_only_where_a_program_defers_them() -> 
     """Inputs and gradients of outputs, which wait as narrow as the program keeps them."""
 
     def owed(**changes: bool) -> float:
-        s = setting_of(replace(NEMO, **changes), "fp8")
+        s = setting_of(replace(PROGRAMS["nemo"], **changes), "fp8")
         return memory.sums(s).block[s.kind(True, "none")].owed
 
     s = setting_of()
@@ -159,7 +161,7 @@ def test_weight_gradients_of_experts_wait_only_where_a_program_defers_them() -> 
 
 def test_norms_and_what_latent_vectors_are_made_into_are_computed_again() -> None:
     """arXiv 2412.19437, section 3.2.3: attention's result is kept, and it does not run again."""
-    software = replace(MEGATRON_CORE, selective="latent")
+    software = replace(PROGRAMS["megatron-core"], selective="latent")
     again = region("selective", software)
     block = setting_of(software).last_block
     repeated = {op.name for op in block if again.repeated(op, False)}
@@ -184,8 +186,8 @@ def test_norms_and_what_latent_vectors_are_made_into_are_computed_again() -> Non
 
 
 def test_experts_multiply_at_the_rate_of_8_bits_where_the_program_does() -> None:
-    narrow = setting_of(replace(NEMO, narrow_experts=True), "fp8")
-    assert time.step(narrow).seconds < time.step(setting_of(NEMO, "fp8")).seconds
+    narrow = setting_of(replace(PROGRAMS["nemo"], narrow_experts=True), "fp8")
+    assert time.step(narrow).seconds < time.step(setting_of(PROGRAMS["nemo"], "fp8")).seconds
     h100 = parse("h100").device
     assert h100.multiplies("fp8") == h100.multiplies("bf16") == h100.matmul
     measured = replace(h100, matmul_fp8=0.7)

@@ -26,7 +26,7 @@ from fivefold.plan.messages import communication, volume
 from fivefold.plan.messages.communication import collective, group
 from fivefold.plan.predict import predict
 from fivefold.plan.setting import FIVEFOLD, Setting, Software, setting
-from fivefold.plan.software import NEMO, PROGRAMS, PUBLISHED, evidence, program
+from fivefold.plan.software import PROGRAMS, PUBLISHED, evidence, program
 from fivefold.plan.time import cost, stage_costs, time
 from fivefold.plan.time.cost import message, operation
 from fivefold.recipe import count_parameters, load, resolve_model
@@ -80,7 +80,9 @@ def test_programs_of_others(tmp_path: Path) -> None:
     h100, file = parse("h100:8"), tmp_path / "mine.toml"
     file.write_text('base = "nemo"\npieces = 8\nfused = false\n')
     mine = program(str(file), h100)
-    assert mine == replace(NEMO, name="mine", fused=False, tensor=NEMO.tensor._replace(pieces=8))
+    assert mine == replace(
+        PROGRAMS["nemo"], name="mine", fused=False, tensor=PROGRAMS["nemo"].tensor._replace(pieces=8)
+    )
     assert program("fivefold", h100) is FIVEFOLD
     for text, words in {
         'loss = "none"': 'loss = "none": must be one of "chunks", "fused", "plain"',

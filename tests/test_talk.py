@@ -8,6 +8,7 @@ import re
 import tomllib
 from collections import Counter
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import pytest
@@ -23,18 +24,25 @@ from fivefold.recipe import load
 from fivefold.train.evaluate import Evaluation, evaluate
 from fivefold.train.generate import Sampling, open_chat
 
+MAKER = Path(__file__).parents[1] / "benchmarks" / "talk_questions.py"
 PARTS = [talk.questions(kind, held_out) for held_out in (False, True) for kind in talk.KINDS]
 QUESTIONS = [question for part in PARTS for question in part]
 
 
 def test_kinds_have_equal_parts_without_duplicates() -> None:
-    assert [len(part) for part in PARTS] == [talk.TRAINED] * 6 + [talk.HELD_OUT] * 6
+    assert [len(part) for part in PARTS] == [1200] * 6 + [150] * 6
     assert max(Counter((question.kind, question.asked) for question in QUESTIONS).values()) == 1
     rows = list(talk.conversations())
     turns = Counter(len(row["messages"]) // 2 for row in rows)
     assert set(turns) == set(range(1, talk.MOST_TURNS + 1))
     asked = [message["content"] for row in rows for message in row["messages"][::2]]
     assert sorted(asked) == sorted(question.asked for part in PARTS[:6] for question in part)
+
+
+def test_the_file_is_as_its_maker_writes_it() -> None:
+    made = run_path(str(MAKER))
+    assert tuple(made["KINDS"]) == talk.KINDS
+    assert made["written"]() == talk.FILE.read_text(encoding="utf-8")
 
 
 def test_the_rows_are_the_same_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +98,7 @@ def test_held_out_questions_are_apart(kind: str) -> None:
 
 def test_held_out_wordings_of_facts_are_two_words_from_every_trained_one() -> None:
     """Whatever they ask for; capitals and marks do not count. None is a part of a trained one."""
-    tables = tomllib.loads(Path(talk.__file__).with_suffix(".toml").read_text())
+    tables = tomllib.loads(MAKER.with_suffix(".toml").read_text(encoding="utf-8"))
     held_out = [words_of(wording) for table in tables["facts"] for wording in table["held_out"]]
     unknown = re.compile(r"know (\w+)\.$")
     trained = [(q.asked, operand_of_fact(q)) for q in PARTS[4]]

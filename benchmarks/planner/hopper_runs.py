@@ -13,7 +13,7 @@ from fivefold.models.section import ModelSection
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import predict
 from fivefold.plan.setting import FIVEFOLD, Setting, Software, States, setting
-from fivefold.plan.software import MEGATRON_CORE, NEMO, TORCHTITAN
+from fivefold.plan.software import PROGRAMS
 from fivefold.recipe import load, resolve_model
 from fivefold.sharding.layout import Layout
 
@@ -70,14 +70,14 @@ def nemo(rows: list[Row]) -> Iterator[Run]:
             virtual_stages=virtual,
         )
         model, count = resolve_model(section, vocab_size=vocabulary), batch // layout.dp // B
-        s = setting(model, layout, parse(f"h100:{gpus}"), B, count, "fp8", NEMO)
+        s = setting(model, layout, parse(f"h100:{gpus}"), B, count, "fp8", PROGRAMS["nemo"])
         yield Run(f"{row['model']} on {gpus}", s, float(row["step_s"]))
 
 
 # torch.compile, full recomputation, all states in bf16, nodes of 4 devices, sequences of 4096 (its mfu_bench.sh).
 # Each projection gathers its input, and all ranks gather the logits (its tensor_parallel.py).
 KEMPNER = replace(
-    TORCHTITAN,
+    PROGRAMS["torchtitan"],
     name="KempnerForge",
     step=Software.step,
     states={"bf16": States(2, 0, 2, 4, 2)},
@@ -149,7 +149,7 @@ def foundry(rows: list[Row]) -> Iterator[Run]:
 # 4 nodes (3.2.2, 3.3.3), norms and what latent vectors are made into computed again (3.2.3). Attention as fast as
 # cuDNN's, and router weights before the last matmul of an expert, are not in the paper.
 HAI_LLM = replace(
-    MEGATRON_CORE,
+    PROGRAMS["megatron-core"],
     name="HAI-LLM",
     selective="latent",
     overlap_data=True,

@@ -16,7 +16,7 @@ from fivefold.models.section import ModelSection
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.cluster.devices import Cluster, Device
 from fivefold.plan.setting import setting
-from fivefold.plan.software import NANOTRON
+from fivefold.plan.software import PROGRAMS
 from fivefold.plan.time import time
 from fivefold.recipe import resolve_model
 from fivefold.sharding.layout import Layout
@@ -33,12 +33,12 @@ Groups = Mapping[tuple[str, int], Sequence[tuple[float, float]]]
 # each block takes longer in proportion to tp ("contention"); on 64 nodes a pipeline loses almost a second in each
 # microbatch but the first ("far"). `leave_one_out.py` fits them to the runs of one model and plans the other's.
 FITTED: dict[str, Any] = {
-    "host": NANOTRON.host,
+    "host": PROGRAMS["nanotron"].host,
     "host_tensor": 1.1e-3,
     "contention": 1.08e-3,
     "far": 0.9,
-    "step": NANOTRON.step,
-    "optimizer_passes": NANOTRON.optimizer_passes,
+    "step": PROGRAMS["nanotron"].step,
+    "optimizer_passes": PROGRAMS["nanotron"].optimizer_passes,
     "hop": 600e-6,
     "matmul": 0.70,
     "contended": 0.0,
@@ -89,7 +89,7 @@ def seconds(row: Row, constants: Mapping[str, Any] = FITTED) -> tuple[float, flo
     if pp > 1 and nodes >= 64:
         host += constants["far"] / 2 / (model.layers / pp) * (count - 1) / count
     own = {name: constants[name] for name in ("step", "optimizer_passes")}
-    software = replace(NANOTRON, overlap_data=zero == 0, host=host, **own)
+    software = replace(PROGRAMS["nanotron"], overlap_data=zero == 0, host=host, **own)
     shared = bool(zero) and dp > 1
     layout = Layout(
         pp=pp,

@@ -28,7 +28,7 @@ from fivefold.models.section import ModelSection
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import FRAGMENTS, limit, price
 from fivefold.plan.setting import setting
-from fivefold.plan.software import MEGATRON_2021, MEGATRON_CORE, PUBLISHED, TORCHTITAN, Kind, kind_of
+from fivefold.plan.software import PROGRAMS, PUBLISHED, Kind, kind_of
 from fivefold.plan.time import time
 from fivefold.plan.time.cost import part
 from fivefold.recipe import resolve_model
@@ -87,7 +87,9 @@ def sc21(folder: Path) -> Result:
             virtual_stages=virtual,
         )
         B, batch = int(row["micro_batch"]), int(row["global_batch"])
-        s = setting(gpt(row), layout, parse("a100"), B, batch // layout.dp // B, "fp16", MEGATRON_2021)
+        s = setting(
+            gpt(row), layout, parse("a100"), B, batch // layout.dp // B, "fp16", PROGRAMS["megatron-2021"]
+        )
         predicted, measured = time.step(s).seconds, float(row["derived_iter_time_s"])
         pairs.append((predicted, measured))
         each.append((s, predicted / measured))
@@ -108,7 +110,7 @@ def layer_times(folder: Path) -> Result:
         how = "full" if "with recompute" in name else "selective" if "Selective" in name else "none"
         sp = "Sequence" in name or "Selective + Sequence" in name
         layout = Layout(tp=8, sp=sp, sp_regather=sp, recompute=how)
-        s = setting(model, layout, parse("a100"), 4, 1, "fp16", MEGATRON_2021)
+        s = setting(model, layout, parse("a100"), 4, 1, "fp16", PROGRAMS["megatron-2021"])
         cost = part(card_of(s.model).block_operations(s.sizes, s.software), s, how)
         for key, seconds in (
             ("fwd", cost.forward),
@@ -186,7 +188,15 @@ def _simumax(folder: Path, models: dict[str, tuple[Callable[[str, int, int], Mod
         )
         model = made(name, int(row["layers"]), given.get("seq", 4096))
         plan = price(
-            setting(model, layout, parse("b200"), 1, int(row["microbatch_count"]), "bf16", MEGATRON_CORE)
+            setting(
+                model,
+                layout,
+                parse("b200"),
+                1,
+                int(row["microbatch_count"]),
+                "bf16",
+                PROGRAMS["megatron-core"],
+            )
         )
         predicted, measured = 1e3 * plan.step.seconds, float(row["real_ms"])
         pairs.append((predicted, measured))
@@ -237,7 +247,7 @@ def torchtitan(folder: Path) -> Result:
             zero=3,
             recompute="full" if row["ac"] == "full" else "selective",
         )
-        software = replace(TORCHTITAN, fused="compile" in how)
+        software = replace(PROGRAMS["torchtitan"], fused="compile" in how)
         model = llama3(size, {"8b": 32, "70b": 80}[size], 8192)
         s = setting(model, layout, replace(h100, device=device), int(row["local_batch"]), 1, "bf16", software)
         plan = price(s)

@@ -19,22 +19,12 @@ from fivefold.errors import CheckFailed, UserError
 if TYPE_CHECKING:
     from fivefold.plan.cluster.measured import Measured
 
-EXAMPLES = [
-    "fivefold bench hardware",
-    "fivefold bench hardware --json",
-    "fivefold bench collectives",
-    "fivefold bench collectives --ranks 2 --sizes 4K,1M",
-    "fivefold bench gpu",
-    "fivefold bench gpu --part doctor,verify --out runs/gpu",
-    "fivefold plan calibrate runs/a runs/b",
-    "fivefold plan calibrate reset",
-]
 MOST = 64  # local ranks
 
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
 
 
-@bench.command("hardware", epilog=options.examples(EXAMPLES, "bench hardware"))
+@bench.command("hardware", epilog=options.examples("bench hardware"))
 def hardware(
     busy: Annotated[bool, flag("Save the table even if other programs take the cores.", "--busy")] = False,
     json: options.JsonOption = False,
@@ -56,7 +46,7 @@ def hardware(
     print(f"\nsaved to {tables.path()}; used by `fivefold plan RECIPE --cluster local`")
 
 
-@bench.command("collectives", epilog=options.examples(EXAMPLES, "bench collectives"))
+@bench.command("collectives", epilog=options.examples("bench collectives"))
 def collectives(
     ranks: Annotated[int, option("N", "Number of local ranks.")] = 4,
     sizes: Annotated[str, option("SIZES", "Sizes of the message, separated by commas.")] = "4K,64K,1M,4M,16M",
@@ -97,7 +87,7 @@ def collectives(
     print(f"\nsaved to {tables.path()}; used by `fivefold collectives --topology local`")
 
 
-@bench.command("gpu", epilog=options.examples(EXAMPLES, "bench gpu"))
+@bench.command("gpu", epilog=options.examples("bench gpu"))
 def gpu(
     part: Annotated[
         str, option("PARTS", "Some of doctor,links,kernels,verify,memory,train. [default: all]")

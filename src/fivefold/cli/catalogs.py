@@ -21,20 +21,6 @@ if TYPE_CHECKING:
     from fivefold.schedules.collectives.cost import Choice, Topology
 
 
-EXAMPLES = [
-    "fivefold clusters",
-    "fivefold clusters h100",
-    "fivefold clusters 64xv100 --json",
-    "fivefold formats",
-    "fivefold formats --run runs/quickstart-1 --svg formats.svg",
-    "fivefold formats --svg bits.svg",
-    "fivefold optimizers",
-    "fivefold optimizers --draw ravine --only sgd,momentum,adam",
-    "fivefold optimizers --svg optimizers.svg",
-    "fivefold collectives --ranks 8 --size 16M",
-    "fivefold collectives --ranks 8 --draw ring --html ring.html",
-    "fivefold collectives --ranks 16 --primitive all_to_all --topology h100:2x8",
-]
 MATRIX = 4096  # rows and columns of the matrix by which states of optimizers are compared
 
 

@@ -20,18 +20,6 @@ from fivefold.errors import UserError
 if TYPE_CHECKING:
     from fivefold.recipe import Recipe
 
-EXAMPLES = [
-    "fivefold check quickstart",
-    "fivefold check my.toml --set train.steps=500 --layout dp=2",
-    "fivefold check llama-7b --no-data --explain",
-    "fivefold recipes",
-    "fivefold recipes quickstart > my.toml",
-    "fivefold recipes --fields",
-    "fivefold tokenize quickstart",
-    "fivefold tokenize gpt2-124m --set data.source=my_texts/ --set data.tokenizer=bpe:32000",
-    "fivefold tokenize quickstart --megatron tokens/stdlib",
-]
-
 
 def check(
     recipe: options.RecipeArgument,

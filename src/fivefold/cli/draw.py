@@ -20,14 +20,6 @@ if TYPE_CHECKING:
     from fivefold.recipe import Recipe
     from fivefold.sharding.layout import Layout
 
-EXAMPLES = [
-    "fivefold draw quickstart --layout dp=2,tp=2,zero=3",
-    "fivefold draw llama-7b --layout pp=4,schedule=zbv,virtual_stages=2,tp=2 --out pictures",
-    "fivefold draw llama-7b --layout dp=8,zero=3 --cluster h100:8 --out pictures",
-    "fivefold draw llama-7b --layout cp=4 --out pictures",
-    "fivefold draw llama2-13b --layout dp=1,offload=states:host,recompute=full --cluster h100:1 --out pictures",
-    "fivefold draw runs/quickstart-1",
-]
 DRAWN = 3  # microbatches of a planned timeline
 MOST_MOVING = 32  # microbatches of a page that steps through a pipeline
 VOCABULARY = 32000  # used for the picture when only the tokenizer's file knows the real size

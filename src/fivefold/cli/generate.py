@@ -23,16 +23,6 @@ SeedOption = Annotated[int, option("N", "Random seed; the same seed gives the sa
 StopOption = Annotated[list[str] | None, option("TEXT", "Stop before this text. Repeatable.")]
 GROUPS = {"Sampling": ("max_tokens", "temperature", "top_k", "top_p", "stop", "seed")}
 
-EXAMPLES = [
-    "fivefold generate runs/first --prompt 'def main('",
-    "fivefold generate runs/first --prompt 'ROMEO:' --max-tokens 400 --temperature 0.7 --top-k 50",
-    "fivefold generate runs/first --prompt 'def main(' --samples 3 --stop 'def '",
-    "fivefold generate runs/first --prompts questions.jsonl > answers.jsonl",
-    "fivefold chat runs/answers",
-    "fivefold chat runs/answers --system 'Answer in one sentence.' --temperature 0.3",
-    "echo 'What is a list?' | fivefold chat runs/answers",
-]
-
 
 def generate(
     run: options.RunArgument,

@@ -25,18 +25,6 @@ if TYPE_CHECKING:
     from fivefold.recipe import Recipe
 
 
-EXAMPLES = [
-    "fivefold compare llama-7b --cluster h100:8",
-    "fivefold compare llama-7b --cluster h100:64 --layouts 'dp=64,zero=3 dp=8,tp=8,sp=true pp=8,dp=8'",
-    "fivefold compare llama-7b --cluster h100:8 --overlap --picture overlap.svg",
-    "fivefold compare mixtral-8x7b --cluster h100:8 --page nutshell.html",
-    "fivefold compare quickstart --ranks 2 --measure",
-    "fivefold plan terms llama-7b --cluster h100:64 --layout dp=64,zero=1",
-    "fivefold plan terms llama2-7b --layout dp=64 --as paper --psi 7.5e9 --only states --svg states.svg",
-    "fivefold plan terms gpt3-175b --as paper --psi 175e9 --deadline 30d --flops 160e12 --only flops",
-]
-
-
 def compare(
     recipe: options.RecipeArgument,
     set_: options.SetOption = None,

@@ -148,7 +148,7 @@ for name, module, function in (
     ("import", runs, runs.import_),
 ):
     command = partial(Command, groups=RECIPE | {**getattr(module, "GROUPS", {})} | OUTPUT)
-    app.command(name, cls=command, epilog=examples(module.EXAMPLES, name))(function)  # type: ignore[arg-type]
+    app.command(name, cls=command, epilog=examples(name))(function)  # type: ignore[arg-type]
 app.add_typer(bench.bench, name="bench")
 
 WITH_TORCH = {"train", "sweep", "verify", "bench", "eval", "generate", "chat", "export", "import"}

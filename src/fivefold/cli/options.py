@@ -29,9 +29,10 @@ def flag(help: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=help, **more)
 
 
-def examples(lines: Iterable[str], command: str) -> str:
-    """The end of a command's help. lines: examples, also of other commands."""
-    its = re.compile(rf"fivefold {command}(?! (?:search|trace))\b")
+def examples(command: str) -> str:
+    """The end of a command's help: its lines of examples.txt."""
+    its = re.compile(rf"fivefold {command}(?! (?:search|terms|trace|calibrate))\b")
+    lines = Path(__file__).with_name("examples.txt").read_text(encoding="utf-8").splitlines()
     return "\b\nExamples:" + "".join(f"\n  {line}" for line in lines if its.search(line))
 
 

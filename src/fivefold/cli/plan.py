@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fivefold.cli import budgets, foreign, options
+from fivefold.cli import budgets, options
 from fivefold.cli.bench import ensure_measured
 from fivefold.cli.options import flag, option, print_json
-from fivefold.errors import UserError, several
+from fivefold.errors import UserError, printable, several
 from fivefold.precision import PRECISIONS
 
 if TYPE_CHECKING:
@@ -26,21 +26,6 @@ if TYPE_CHECKING:
     from fivefold.recipe import Recipe
 
 
-EXAMPLES = [
-    "fivefold plan llama3-8b --cluster h100:64",
-    "fivefold plan llama-7b --cluster h100:64 --layout dp=64,zero=1 --set train.global_batch_size=1024",
-    "fivefold plan my.toml --cluster lab.toml:16 --explain",
-    "fivefold plan gpt2-124m --cluster h100:8 --layout dp=8 --html plan.html",
-    "fivefold plan llama-7b --cluster h100:64 --tokens 1.4T --deadline 30d --price 2.5 --mtbf 1900d",
-    "fivefold plan llama3-8b --cluster h100:64 --cluster a100:128 --tokens 1T --price 2.5 --price 1.2",
-    "fivefold plan search llama-7b --cluster a100:64 --top 5 --save best.toml",
-    "fivefold plan search llama-7b --cluster h100:64 --pictures --html plan.html",
-    "fivefold plan search llama-7b --cluster h100:64 --tokens 1.4T --deadline 30d --price 2.5",
-    "fivefold plan search quickstart --cluster local:2",
-    "fivefold plan search mixtral-8x7b --cluster h100:64 --expert-load 1.3",
-    "fivefold plan trace llama-7b --cluster h100:64 --layout dp=8,tp=8,zero=3",
-    "fivefold plan trace llama-7b --cluster h100:8 --layout dp=8,zero=3 --memory-timeline memory.svg",
-]
 CLUSTER = "h100"
 GROUPS = {
     "Assumptions": ("params", "software", "margin", "expert_load", "document_tokens"),
@@ -127,7 +112,7 @@ def plan(
     assumed = given(margin, expert_load, document_tokens)
     every = [Typed(recipe, set_ or [], name, assumed, software or "") for name in cluster or [CLUSTER]]
     typed, ask = every[0], budgets.Asked(tokens, deadline, price, noise_scale, mtbf, restart)
-    source = foreign.told(recipe, typed.cluster, json)
+    source = told(recipe, typed.cluster, json)
     plans = [(one.cluster, partial(planned, one, layout, params, ask)) for one in every]
     alone = {"explain": explain, "save": save, "html": html, "pictures": pictures}
     if budgets.side_by_side(recipe, plans, ask, json, **alone):
@@ -148,6 +133,28 @@ def plan(
         lines += [f"  {budgets.NO_BUDGET}"] if asked and not result.fits else budgets.budget_lines(answers)
         print("\n".join([*lines, *accuracy(result)]))
     draw_plan(result, loaded, typed, pictures, html, json)
+
+
+def told(name: str, cluster: str, json: bool) -> dict[str, Any]:
+    """Prints what was understood of another program's configuration and what was not, unless `json`. Returns {"read":
+    the same}; {} for a recipe. Raises UserError: as `fivefold.recipe.foreign.read`."""
+    from fivefold.plan.cluster.clusters import parse
+    from fivefold.recipe.load import is_foreign, read_foreign
+
+    if not is_foreign(name):
+        return {}
+    ensure_measured(cluster)
+    reading = read_foreign(name, parse(cluster).devices)
+    assert reading is not None
+    if not json:
+        software = reading.tables.get("software")
+        priced = f" (--software {software} prices that program, and not this one)" if software else ""
+        print(f"{name}: a configuration of {reading.kind}, {len(reading.understood)} keys understood{priced}")
+        lines = [f"no effect on a plan ({why}): {', '.join(keys)}" for why, keys in reading.unused.items()]
+        lines += [f"not understood: {key}: {why}" for key, why in reading.missing.items()]
+        print(printable("".join(f"  {line}\n" for line in [*reading.notes, *lines])))
+    parts = ("understood", "unused", "missing", "notes")
+    return {"read": {"kind": reading.kind} | {part: getattr(reading, part) for part in parts}}
 
 
 def given(margin: float | None, load: float | None, tokens: float | None) -> dict[str, float]:
@@ -377,7 +384,7 @@ def search(
     assumed = given(margin, expert_load, document_tokens)
     every = [Typed(recipe, set_ or [], name, assumed) for name in cluster or [CLUSTER]]
     typed, ask = every[0], budgets.Asked(tokens, deadline, price, noise_scale, mtbf, restart)
-    source = foreign.told(recipe, typed.cluster, json)
+    source = told(recipe, typed.cluster, json)
     plans = [(one.cluster, partial(_fastest, one, params)) for one in every]
     alone = {"explain": explain, "save": save, "html": html, "pictures": pictures, "precision": precision}
     if budgets.side_by_side(recipe, plans, ask, json, top=top, **alone):

@@ -18,12 +18,6 @@ from fivefold.cli.options import flag, option
 from fivefold.errors import UserError
 from fivefold.files import guard, make_folder, write
 
-EXAMPLES = [
-    "fivefold play",
-    "fivefold play runs/first",
-    "fivefold play runs old-runs --port 7000 --no-browser",
-]
-
 
 def play(
     folders: Annotated[

@@ -21,21 +21,6 @@ from fivefold.cli.options import flag, option, print_json
 from fivefold.cli.train import HoldOutOption
 from fivefold.errors import CheckFailed, UserError, printable, several
 
-EXAMPLES = [
-    "fivefold checkpoints runs/first",
-    "fivefold checkpoints runs/first --verify",
-    "fivefold checkpoints runs/first --copy /backup/first --step 40",
-    "fivefold checkpoints runs/first --prune",
-    "fivefold export runs/first my-model",
-    "fivefold export runs/first my-dcp --dcp",
-    "fivefold import my-model --out runs/imported",
-    "fivefold report runs/first",
-    "fivefold report runs/first runs/second --out both.html",
-    "fivefold report runs/quickstart-sweep-1 --hold-out largest",
-    "fivefold eval runs/first my_texts/*.txt",
-    "fivefold eval runs/first --task hellaswag_val.jsonl --limit 1000",
-    "fivefold eval runs/first --task ARC-Easy-Test.jsonl --shots 5 --shots-from ARC-Easy-Train.jsonl --json",
-]
 GROUPS = {
     "Tasks": ("task", "shots", "shots_from", "seed", "limit"),
     "Scoring": ("context", "stride", "batch_tokens", "dtype", "text_key"),

@@ -24,22 +24,6 @@ if TYPE_CHECKING:
     from fivefold.recipe import Recipe
 
 
-EXAMPLES = [
-    "fivefold train quickstart",
-    "fivefold train shakespeare --set data.source=my.txt --set train.steps=500",
-    "fivefold train quickstart --nproc 4 --out runs/first",
-    "fivefold train runs/first --resume",
-    "fivefold train quickstart --out runs/first --resume-from auto",
-    "fivefold train runs/first --resume-from runs/first/checkpoints/step-00000040",
-    "fivefold train quickstart --quiet",
-    'fivefold sweep quickstart --over "model.dim=64,128 model.heads=2,4" --over train.tokens=200000,400000,800000',
-    "fivefold sweep quickstart --over model.dim=64,96,128 --over flops=1e12,4e12 --jobs 2 --out runs/budgets",
-    "fivefold sweep quickstart --over optim.lr=1e-3,2e-3,4e-3 --set train.steps=100",
-    "fivefold sweep runs/budgets",
-    "fivefold verify quickstart --layout dp=2",
-    "fivefold verify quickstart --layout tp=2,pp=2 --set train.global_batch_size=8 --json",
-    "fivefold verify my.toml --layout dp=2,zero=3 --mode bf16",
-]
 NprocOption = Annotated[
     str | None,
     option(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,7 @@ from fivefold.files import parse_toml, read_json, read_text
 from fivefold.host.devices import BY_NAME
 from fivefold.models.operations import TensorWay
 from fivefold.plan.cluster.devices import Cluster
-from fivefold.plan.setting import PAPER, Setting, Software, States, software_of
+from fivefold.plan.setting import Setting, Software, States, software_of
 from fivefold.precision import DTYPES
 from fivefold.recipe.messages import wrong
 from fivefold.recipe.schema import Section
@@ -25,90 +26,6 @@ OWN = "fivefold"
 MOST_BYTES = 64 << 10
 """Size of a program's file."""
 MOST_PIECES = 64
-
-# Megatron-LM of 2021 (arXiv 2104.04473): attention in memory with dropout of its probabilities, fp16 states of the ZeRO
-# paper, nothing overlapped, transfers between stages cut in tensor-parallel parts.
-MEGATRON_2021 = Software(
-    name="megatron-2021",
-    attention="plain",
-    probability_dropout=True,
-    selective="core",
-    loss="plain",
-    overlap_data=False,
-    overlap_pipeline=False,
-    scatters_transfers=True,
-    optimizer_passes=2,
-    checked=False,
-    partition="even",
-    host=0,
-    step=0,
-    states={"fp16": PAPER},
-)
-# Megatron core with Transformer Engine: 16-bit weights, fp32 gradients, sharded optimizer, fused cross-entropy, no
-# overlap, as SimuMax ran it (docs/b200/b200_real_repro_guide.md there).
-MEGATRON_CORE = replace(
-    MEGATRON_2021,
-    name="megatron-core",
-    attention="flash",
-    probability_dropout=False,
-    loss="fused",
-    pads_values=False,
-    scatters_transfers=False,
-    optimizer_passes=1,
-    states={"bf16": States(2, 4, 4, 8, 4)},
-)
-# The same with what NeMo's recipes switch on: gradients, weights and transfers between stages overlap, gradients are
-# sent in bf16, tensor-parallel messages travel in 4 pieces (`num_splits` of Transformer Engine's user buffers), and
-# fp8 has delayed scales.
-NEMO = replace(
-    MEGATRON_CORE,
-    name="nemo",
-    overlap_data=True,
-    overlap_pipeline=True,
-    tensor=TensorWay(pieces=4),
-    delayed=True,
-    states={name: States(2, 4, 4, 8, 2) for name in ("bf16", "fp8")},
-)
-# FSDP2, compiled blocks, whole logits. DTensor gathers and scatters sequences, dim 1, by way of copies.
-TORCHTITAN = Software(
-    name="torchtitan",
-    selective="operations",
-    loss="plain",
-    step=0,
-    tensor=TensorWay(copied=True),
-    states={"bf16": States(2, 4, 4, 8, 4)},
-    checked=False,
-)
-# ZeRO with overlap_comm, PyTorch's own operations one by one, gradients in bf16. No published run is compared.
-DEEPSPEED = Software(
-    name="deepspeed",
-    fused=False,
-    loss="plain",
-    partition="even",
-    states={"bf16": States(2, 4, 2, 8, 2)},
-    checked=False,
-)
-# Stages filled in order, operations one by one, an optimizer of many passes; gradients overlap without ZeRO only, which
-# published.py says run by run. The seconds of its host were fitted on one cluster (`FITTED` there).
-NANOTRON = Software(
-    name="nanotron",
-    states={"bf16": States()},  # not FSDP2: gradients are whole under ZeRO 1
-    partition="greedy",
-    selective="core",
-    fused=False,
-    loss="plain",
-    overlap_data=False,
-    overlap_pipeline=False,
-    host=0.86e-3,
-    step=0.026,
-    kernel=2e-6,
-    optimizer_passes=10.0,
-    checked=False,
-)
-PROGRAMS = {each.name: each for each in (MEGATRON_2021, MEGATRON_CORE, NEMO, TORCHTITAN, DEEPSPEED, NANOTRON)}
-"""Other programs. Our own one depends on the devices (`setting.software_of`)."""
-
-
 _LIMITS: dict[Any, dict[str, Any]] = {int: {"ge": 0, "le": MOST_PIECES}, float: {"ge": 0, "le": 1e15}}
 _KEYS: dict[str, Any] = {
     name: (kind | None, Field(None, **_LIMITS.get(kind, {})))
@@ -142,11 +59,25 @@ def program(name: str, cluster: Cluster) -> Software:
         raise UserError(f"{path}: base: must be one of {', '.join(known)}, not {base!r:.60}")
     for text in wrong(_FILE, given):
         raise UserError(f"{path}: {text}")
-    found = program(base, cluster)
+    return _changed(program(base, cluster), path.stem, given)
+
+
+def _changed(base: Software, name: str, given: dict[str, Any]) -> Software:
     way = {key: given.pop(key) for key in TensorWay._fields if key in given}
-    return replace(found, name=path.stem, tensor=found.tensor._replace(**way), **given)
+    return replace(base, name=name, tensor=base.tensor._replace(**way), **given)
 
 
+def _others() -> dict[str, Software]:
+    found = dict[str, Software]()
+    for name, given in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items():
+        given["states"] = {mode: States(**states) for mode, states in given["states"].items()}
+        base = found[given.pop("base")] if "base" in given else Software()
+        found[name] = _changed(base, name, given)
+    return found
+
+
+PROGRAMS = _others()
+"""Other programs (software.toml). Our own one depends on the devices (`setting.software_of`)."""
 PUBLISHED = Path(__file__).with_name("published.json")
 """For time and for memory, of each kind of published run: [the kind, then what `Evidence` has]. For traced steps, with
 and without offload, the same of benchmarks/planner/gpu_memory.py."""
