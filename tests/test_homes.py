@@ -31,7 +31,6 @@ DISTINCT = 1 << 20  # smaller numbers mean many things: there the name must give
 POWERS = {10.0**n for n in range(6, 16)}  # units, not sizes
 OTHERS = {
     "LARGEST = 2**29\n",  # plan/cluster/measured.py: the largest matmul that is timed
-    "LARGE_BATCH = 2**26 ",  # plan/advice/explain.py: tokens of a step
 }
 OPERATORS = {
     ast.LShift: operator.lshift,
