@@ -236,9 +236,8 @@ def read_weights(source: Path, model: ModelSection) -> dict[str, Weight]:
                 same = Path(f"/proc/self/fd/{opened.fileno()}")  # whatever has its name by now
                 path = same if same.exists() else source / file
                 weights.update(load_file(path))
-                with safe_open(
-                    path, "pt"
-                ) as shared:  # save_model writes a tied tensor once, and its other names here
+                # save_model writes a tied tensor once, and its other names here
+                with safe_open(path, "pt") as shared:
                     names = (shared.metadata() or {}).items()
                 weights |= {
                     other: weights[name] for other, name in names if name in weights and other not in weights

@@ -49,9 +49,8 @@ def swizzled(scales: Tensor) -> Tensor:
     cuBLAS 12.9 documentation, "1D Block Scaling Factors Layout")."""
     r, c = scales.shape
     padded = F.pad(scales.view(torch.uint8), (0, -c % 4, 0, -r % 128))
-    tiles = padded.unflatten(1, (-1, 4)).unflatten(
-        0, (-1, 4, 32)
-    )  # (tiles, 4 quarters, 32 rows, tiles, 4 blocks)
+    # (tiles, 4 quarters, 32 rows, tiles, 4 blocks)
+    tiles = padded.unflatten(1, (-1, 4)).unflatten(0, (-1, 4, 32))
     return tiles.permute(0, 3, 2, 1, 4).flatten().view(torch.float8_e8m0fnu)
 
 

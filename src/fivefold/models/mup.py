@@ -28,9 +28,8 @@ class Scales(NamedTuple):
 
 
 KINDS = {
-    "vector": Scales(
-        0.0, 0.0
-    ),  # norms and biases; also tied embeddings, as the last norm is the output's factor
+    # Norms and biases; also tied embeddings, as the last norm is the output's factor
+    "vector": Scales(0.0, 0.0),
     "embedding": Scales(0.0, 0.5),  # a token reads one row. Its rate is u-muP's (arXiv 2407.17465)
     "hidden": Scales(0.5, 1.0),  # matrices between features, whose numbers grow with D
     "output": Scales(1.0, 1.0),  # from features to a fixed number: logits, an expert for each token

@@ -347,9 +347,8 @@ def core(
     if tiles and program.attention == "flash":
         scores = 4 * N * T * share * seen.share * s.model.heads / s.tp  # bytes in fp32
         copied, copied_again = copied + EAGER_SCORES[0] * scores, copied_again + EAGER_SCORES[1] * scores
-    if (
-        own.sinks
-    ):  # the output is weighted by what the sink leaves, and in backward multiplied by its gradient
+    # The output is weighted by what the sink leaves, and in backward multiplied by its gradient
+    if own.sinks:
         copied, copied_again = copied + 2 * N * value * (e + 4), copied_again + 2 * N * value * 4
     saved, besides = _kept_by_attention(s, program, share, window, own)
     if s.cp > 1 and s.cp_method == "ulysses" and program.compiles:  # ours, on GPUs

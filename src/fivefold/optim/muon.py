@@ -61,9 +61,8 @@ MUON = OptimizerCard(
     states=(OptimizerState("momentum_buffer"),),
     second_moment="exp_avg_sq",
     needs="matrices",
-    applies=lambda name, shape: (
-        name.startswith("blocks.") and is_matrix(name, shape)
-    ),  # the matrices inside the blocks
+    # The matrices inside the blocks
+    applies=lambda name, shape: name.startswith("blocks.") and is_matrix(name, shape),
     rest=ADAMW,
     reads=2.0,
     flops=muon_flops,

@@ -46,9 +46,8 @@ class DeltaByHeads(DeltaCore):
     ) -> Tensor:
         c, T = self.axis.size, mixed.shape[1] * self.axis.size
         of_all = [size * c for size in self.sections]
-        parts = [
-            part.unflatten(-1, (c, -1)) for part in mixed.split(of_all, -1)
-        ]  # (B, t, c, features of a head)
+        # (B, t, c, features of a head)
+        parts = [part.unflatten(-1, (c, -1)) for part in mixed.split(of_all, -1)]
         arrived = self._exchange(torch.cat(parts, -1).permute(2, 0, 1, 3))  # (c, B, t, W), of each rank
         columns = documents.columns if documents is not None else ()
         columns = columns or tuple(tuple(token_spans(self.layout, T, index)) for index in range(c))

@@ -37,9 +37,8 @@ class QKClip:
         self, limit: float, card: Card, stages: Iterable[Any], replicas: Sequence[Replica], mesh: Mesh
     ) -> None:
         self.limit, self.replicas, self.mesh, self.rows = limit, replicas, mesh, card.score_rows()
-        self.norms = torch.zeros(
-            2, *card.score_maxima, device=mesh.device
-        )  # of queries and of keys, (2, L, K)
+        # Of queries and of keys, (2, L, K)
+        self.norms = torch.zeros(2, *card.score_maxima, device=mesh.device)
         self.bounds = self.norms[0]
         self.counts, self.figures = True, dict[str, Tensor]()
         for stage in stages:

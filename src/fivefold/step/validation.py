@@ -32,9 +32,8 @@ class Unspoken(Output):
         if targets_BT is None:
             return found
         marks_BT = targets_BT.masked_fill(self.is_text_V[targets_BT.clamp(min=0)], -100)
-        if (
-            x_BTD.device.type == "cpu" and x_BTD.shape[:2] == marks_BT.shape
-        ):  # on a GPU it would be a host sync
+        # On a GPU it would be a host sync
+        if x_BTD.device.type == "cpu" and x_BTD.shape[:2] == marks_BT.shape:
             x_BTD, marks_BT = x_BTD[marks_BT >= 0][None], marks_BT[marks_BT >= 0][None]
         if marks_BT.numel():
             self.nats += self.output(x_BTD, weight_VD, marks_BT, bias_V).double() * (marks_BT >= 0).sum()

@@ -53,9 +53,8 @@ AS_IT_IS = 128  # blocks times microbatches that are traced without extrapolatio
 DRAWN = 1024  # the same, of a picture over time, which cannot be extrapolated: half a minute
 LEAST_BLOCKS = 2  # of a stage in a small model
 LEAST_SHARDED = 3  # the same under ZeRO, which may hold the weights of three blocks at once
-LEAST_MOVED = (
-    2 + BEHIND
-)  # if gradients leave unit by unit, beside a window of weights: as many are there at once
+# If gradients leave unit by unit, beside a window of weights: as many are there at once
+LEAST_MOVED = 2 + BEHIND
 
 
 @dataclass(frozen=True)

@@ -94,9 +94,8 @@ class Limits:
         """A difference beside what is allowed."""
         kind, where = key
         if not self.own:
-            wide = (
-                0.0 if kind in ("weights", "moments") else self.found.get(key, 0.0)
-            )  # elements have their own reach
+            # Elements have their own reach
+            wide = 0.0 if kind in ("weights", "moments") else self.found.get(key, 0.0)
             return Figure(abs(rel), where, max(TOLERANCE[kind], TIMES * wide))
         alike = [other for (one, _), other in self.own.items() if one == kind]
         if kind in SCALARS:  # a single number may be right by chance

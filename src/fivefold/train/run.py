@@ -294,9 +294,8 @@ def _conclude(hooks: RunHooks, complete: bool) -> bool:
             if not complete:
                 console.note("stopped before the end; everything up to this step is saved")
             predicted = [(row.name, str(row)) for row in prediction.rows(prediction.read(out))]
-            if (
-                "peak_share" in figures
-            ):  # the machine was busy, so its step time says nothing of the prediction
+            # The machine was busy, so its step time says nothing of the prediction
+            if "peak_share" in figures:
                 predicted = [row for row in predicted if row[0] != prediction.STEP_TIME]
             commands = _next_commands(job) if complete else [job.resume_command]
             console.summary(figures, paths | {"report": report}, commands, predicted)

@@ -99,9 +99,8 @@ class Model(qwen3.Model):
         self.blocks = block_dict([Block(model, number) for number in range(model.layers)])
         width = model.layers * values_width(model)
         self.embed_values = Embedding(known(model.vocab_size), width) if model.value_embeddings else None
-        self.norm = self._modules.pop(
-            "norm"
-        )  # the last: FSDP2 holds the last gradient for longer, so it is small
+        # The last: FSDP2 holds the last gradient for longer, so it is small
+        self.norm = self._modules.pop("norm")
 
     def besides(
         self, block: Any, x_BTD: Tensor, tokens_BT: Tensor
