@@ -3,7 +3,8 @@
 A folder `models/NAME` holds the files that the rest of the program loads for `arch = "NAME"`:
 
 - `card.py`: class `Card`, a `fivefold.models.card.Card`: the architecture as data;
-- `module.py`: class `Model`, a `fivefold.models.base.LanguageModel`;
+- `module.py`: class `Model`, a `fivefold.models.base.LanguageModel`; without it, that of the architecture whose card
+  its own extends;
 - `hf.py`: the map to and from Hugging Face (see `fivefold/models/hf.py`), where there is such a model.
 
 Below them, what models learn to predict.
@@ -26,6 +27,8 @@ EXCHANGED = tuple(arch for arch in ARCHITECTURES if (Path(__file__).parent / arc
 def file_of(arch: str, name: Literal["card", "module", "hf"]) -> ModuleType:
     """Imports a file of an architecture's folder, at first use."""
     assert arch in ARCHITECTURES, f"{arch}: there are {ARCHITECTURES}"
+    if name == "module" and not (Path(__file__).parent / arch / "module.py").is_file():
+        return file_of(file_of(arch, "card").Card.__base__.__module__.split(".")[-2], name)
     return import_module(f"fivefold.models.{arch}.{name}")
 
 

@@ -1,4 +1,4 @@
-"""Mistral as data: see module.py for the paper. No torch."""
+"""Mistral as data: Llama with a sliding window in every block, or in all but some (arXiv 2310.06825). No torch."""
 
 from __future__ import annotations
 

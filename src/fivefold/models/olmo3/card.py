@@ -1,4 +1,5 @@
-"""OLMo 3 as data: see module.py for the paper. No torch."""
+"""OLMo 3 as data: OLMo 2 with sliding windows in most blocks, whose rotary positions scaling leaves alone (Ai2,
+2025). No torch."""
 
 from __future__ import annotations
 

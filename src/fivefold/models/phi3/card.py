@@ -1,4 +1,5 @@
-"""Phi-3 as data: see module.py for the paper. No torch."""
+"""Phi-3 as data: Llama with sliding windows (arXiv 2404.14219), and from Phi-4-mini on heads that rotate in part
+(2503.01743). No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen2 as data: see module.py for the paper. No torch."""
+"""Qwen2 as data: Llama with biases of queries, keys and values (arXiv 2407.10671). No torch."""
 
 from __future__ import annotations
 

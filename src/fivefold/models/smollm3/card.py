@@ -1,4 +1,5 @@
-"""SmolLM3 as data: see module.py for the paper. No torch."""
+"""SmolLM3 as data: Llama with blocks that have no positions, `no_rope_every` (Hugging Face, 2025; NoPE: arXiv
+2305.19466). No torch."""
 
 from __future__ import annotations
 
