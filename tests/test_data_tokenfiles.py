@@ -119,6 +119,10 @@ def test_truncated_and_foreign_files(tmp_path: Path, look):
     np.save(npy, IDS.astype(np.uint16))
     npy.write_bytes(npy.read_bytes()[:-100])
     assert "a.npy: not a complete .npy file" in refused(npy, tmp_path / "c", look)
+    IDS.astype(np.uint16).tofile(npy)
+    assert (said := refused(npy, tmp_path / "c", look)).startswith(f"data.source: {npy}: no .npy file: ")
+    assert said.count("data.source") == 1
+    assert "named .bin" in said
     np.save(npy, IDS.astype(np.float32))
     assert "holds float32 of shape (1000,)" in refused(npy, tmp_path / "c", look)
     np.save(npy, np.array([{"pickled": 1}], dtype=object), allow_pickle=True)

@@ -84,9 +84,17 @@ def kinds() -> dict[str, tokenizers.Tokenizer]:
     own = train_bpe([TEXTS["lines"], "a" * 300], 400)
     lower = tokenizers.Tokenizer.from_str(made(FAMILIES["gpt2"]).to_str())
     lower.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    roberta = made(FAMILIES["gpt2"])
+    roberta.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     split = made(FAMILIES["mistral"])
     split.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="always", split=True)
-    return found | {"ours": own._inner, "lower-case": lower, "metaspace-split": split, "unigram": unigram()}
+    return found | {
+        "ours": own._inner,
+        "lower-case": lower,
+        "roberta": roberta,
+        "metaspace-split": split,
+        "unigram": unigram(),
+    }
 
 
 KINDS = kinds()

@@ -317,6 +317,7 @@ def test_several_clusters_side_by_side() -> None:
     text = RUNNER.invoke(app, [*options, *prices]).stdout.splitlines()
     assert [line.split()[:2] for line in text[2:]] == [["h100", "64"], ["a100", "2"]]
     assert text[3].endswith("(searched)")
+    assert not re.search(r"\de[+]?\d", "".join(text)), "tokens as people write them: 343.2B"
     found = json.loads(RUNNER.invoke(app, [*options, *prices, "--json"]).stdout)["clusters"]
     assert [one["budget"]["price"] for one in found] == [2.5, 1.2]
     assert all(one["budget"]["tokens"] == 1e12 for one in found)

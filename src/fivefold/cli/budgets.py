@@ -57,7 +57,7 @@ class Asked:
 
 
 COLUMNS = [
-    "cluster", "devices", "step s", "MFU %", "GiB", "tokens/day", "days", "MWh", "cost", "per 1e9 tokens", "layout"
+    "cluster", "devices", "step s", "MFU %", "GiB", "tokens/day", "days", "MWh", "cost", "per 1B tokens", "layout"
 ]  # fmt: skip
 
 NO_BUDGET = "budget        none: the layout does not fit (`plan search` lists those that do)"
@@ -100,7 +100,7 @@ def side_by_side(
         found.append(plan.as_json() | {"searched": searched} | {"budget": budget})
         figures = map(budget.get, ("tokens_per_day", "days", "energy_mwh", "cost", "cost_per_1e9_tokens"))
         cells = [f"{plan.step.seconds:.4g}", f"{100 * plan.mfu:.1f}", f"{plan.peak_bytes / 2**30:.3g}"]
-        cells += ["-" if x is None else f"{x:,.0f}" if 1e4 <= x < 1e10 else f"{x:,.4g}" for x in figures]
+        cells += ["-" if x is None else f"{x:,.0f}" if 1e4 <= x < 1e10 else short_number(x) for x in figures]
         text = to_text(plan.layout) + "  (searched)" * bool(searched) + "  (DOES NOT FIT)" * (not plan.fits)
         rows.append([plan.setting.cluster.name, f"{plan.ranks:,}", *cells, text])
     if len(reasons) == clusters:

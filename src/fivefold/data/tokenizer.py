@@ -75,11 +75,12 @@ class Tokenizer:
     vocab_size: all ids are below it. end_id: the token between documents. end_ids: those that end a generated text.
     begin: the token that the file's config calls bos_token. start_ids: what stands before a text: the end token, as in
     training, or for an imported model what its own file says (`imported`). prefixes: the text's beginning gets a blank
-    that is not there, as SentencePiece's does. byte_ids: tokens of single bytes that become text or not as a whole run
-    (SentencePiece's byte fallback). mask_id: the token that hides a word where the objective is `mlm`, or None.
-    special_tokens: text -> id. chat_template: the Jinja text of conversations that a run has learned from; "": none.
-    token_bytes (V,) int64: UTF-8 bytes of text per id, 0 for special tokens. They are exact for byte-level vocabularies
-    (`bpe:N`, `bytes`, GPT-2, Llama 3 ...), `chars` and byte fallback, else an estimate (BERT's lower-casing).
+    that is not there, as SentencePiece's and RoBERTa's do. byte_ids: tokens of single bytes that become text or not as
+    a whole run (SentencePiece's byte fallback). mask_id: the token that hides a word where the objective is `mlm`, or
+    None. special_tokens: text -> id. chat_template: the Jinja text of conversations that a run has learned from; "":
+    none. token_bytes (V,) int64: UTF-8 bytes of text per id, 0 for special tokens. They are exact for byte-level
+    vocabularies (`bpe:N`, `bytes`, GPT-2, Llama 3 ...), `chars` and byte fallback, else an estimate (BERT's lower-
+    casing).
     """
 
     def __init__(self, inner: tokenizers.Tokenizer, end: str, mask: str | None, begin: str | None = None):
@@ -103,7 +104,10 @@ class Tokenizer:
         self._is_bytes = plain and model["vocab"] == letters
         self._char_ids = _character_table(spec)
         self.token_bytes = self._count_bytes(spec, vocab)
-        self.prefixes = not {"Metaspace", "Prepend"}.isdisjoint(_types(spec, "pre_tokenizer", "normalizer"))
+        parts = _parts(spec, "pre_tokenizer", "normalizer")
+        self.prefixes = any(
+            part.get("type") in ("Metaspace", "Prepend") or part.get("add_prefix_space") for part in parts
+        )
         fallback = "ByteFallback" in _types(spec, "decoder")
         self.byte_ids = frozenset(i for t, i in vocab.items() if fallback and _is_byte(t))
 
@@ -370,13 +374,17 @@ def _is_ours(spec: Any) -> bool:
     )
 
 
-def _types(spec: dict[str, Any], *names: str) -> set[str]:
-    """The types of these parts of a tokenizer.json, and of those that a sequence has."""
+def _parts(spec: dict[str, Any], *names: str) -> list[dict[str, Any]]:
+    """These parts of a tokenizer.json, and those that a sequence has."""
     parts = [spec.get(name) or {} for name in names]
-    parts += [
+    return parts + [
         p for part in parts for key in ("normalizers", "pretokenizers", "decoders") for p in part.get(key, [])
     ]
-    return {part.get("type", "") for part in parts}
+
+
+def _types(spec: dict[str, Any], *names: str) -> set[str]:
+    """The types of these parts."""
+    return {part.get("type", "") for part in _parts(spec, *names)}
 
 
 def _character_table(spec: dict[str, Any]) -> np.ndarray | None:

@@ -133,7 +133,7 @@ def _run(at: Position, recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str, s
     yield "Whole run", duration(costs["days"] * DAY), f"{short_number(tokens)} tokens"
     if "cost" in costs:
         hours = f"{short_number(costs['device_hours'])} device-hours"
-        each = f"{hours}, {short_number(costs['cost_per_1e9_tokens'])} per 1e9 tokens"
+        each = f"{hours}, {short_number(costs['cost_per_1e9_tokens'])} per 1B tokens"
         yield "Cost", short_number(costs["cost"]), each
 
 

@@ -70,13 +70,13 @@ class Npy(TokenKind):
     name, suffix = "npy", ".npy"
 
     def shard(self, path: Path, dtype: str) -> Shard:
+        with open(path, "rb") as f:
+            if f.read(len(NPY_MAGIC)) != NPY_MAGIC:
+                raise UserError(
+                    f"data.source: {path}: no .npy file: it begins without numpy's header. Raw ids, as OLMo-core and "
+                    "dolma write them, are read from files named .bin (data.token_dtype says their size)"
+                )
         try:
-            with open(path, "rb") as f:
-                if f.read(len(NPY_MAGIC)) != NPY_MAGIC:
-                    raise UserError(
-                        f"data.source: {path}: no .npy file: it begins without numpy's header. Raw ids, as OLMo-core "
-                        "and dolma write them, are read from files named .bin (data.token_dtype says their size)"
-                    )
             array = np.load(path, mmap_mode="r", allow_pickle=False)
         except (*BROKEN, EOFError, MemoryError, SyntaxError) as error:  # it names the fault
             raise UserError(f"data.source: {path}: not a complete .npy file: {error}") from None
