@@ -1,4 +1,4 @@
-"""What stands before a text, as a tokenizer.json's post-processor says it: read, and written for other programs."""
+"""What a tokenizer.json puts before a text: read, and written for other programs."""
 
 from __future__ import annotations
 
@@ -28,3 +28,21 @@ def starts(processor: dict[str, Any]) -> list[int]:
         elif "cls" in part:  # BERT's and RoBERTa's
             found = [part["cls"][1], *found]
     return found
+
+
+def adds_blank(spec: dict[str, Any]) -> bool:
+    """True if a text's beginning gets a blank that is not there, as SentencePiece's and RoBERTa's does."""
+    parts = parts_of(spec, "pre_tokenizer", "normalizer")
+    return any(part.get("type") in ("Metaspace", "Prepend") or part.get("add_prefix_space") for part in parts)
+
+
+def parts_of(spec: dict[str, Any], *names: str) -> list[dict[str, Any]]:
+    """These parts of a tokenizer.json, and those that a sequence has."""
+    parts = [spec.get(name) or {} for name in names]
+    return parts + [
+        p for part in parts for key in ("normalizers", "pretokenizers", "decoders") for p in part.get(key, [])
+    ]
+
+
+def types_of(spec: dict[str, Any], *names: str) -> set[str]:
+    return {part.get("type", "") for part in parts_of(spec, *names)}

@@ -66,7 +66,8 @@ def check(recipe: Recipe) -> list[str]:
             held_out = _found(alone, tokenizer)
         if held_out.bound is not None:
             dataset.require_sequence(recipe, name, held_out.bound.tokens, held_out.bound.items)
-        facts.append(f"validation {_lines(name, held_out)[0]}")
+        first, *rest = _lines(name, held_out)
+        facts += [f"validation {first}", *(line for line in rest if line.startswith(WARNING))]
     amounts = {name: source.amount for name, source in sources.items() if source.amount is not None}
     if len(amounts) < len(sources):
         return facts

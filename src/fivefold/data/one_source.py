@@ -338,7 +338,7 @@ def _require_type(shard: Shard) -> None:
         wider = "uint32: set data.token_dtype to that" if shard.dtype == "<u2" else "int64: write it as .npy"
         raise UserError(
             f"data.source: {shard.path}: read as {np.dtype(shard.dtype).name}, every other id is nearly 0, so it seems "
-            f"to hold {wider}"
+            f"to hold {wider}. If these are its ids, write them as .npy, which says its type"
         )
 
 

@@ -34,7 +34,7 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
-from fivefold.data.beginning import begin_template, starts
+from fivefold.data.beginning import adds_blank, begin_template, starts, types_of
 from fivefold.data.pieces import Pieces, cut_text
 from fivefold.errors import UserError
 from fivefold.files import cache_folder, parse_json, read_bytes, read_json, writable, write_atomically
@@ -104,11 +104,8 @@ class Tokenizer:
         self._is_bytes = plain and model["vocab"] == letters
         self._char_ids = _character_table(spec)
         self.token_bytes = self._count_bytes(spec, vocab)
-        parts = _parts(spec, "pre_tokenizer", "normalizer")
-        self.prefixes = any(
-            part.get("type") in ("Metaspace", "Prepend") or part.get("add_prefix_space") for part in parts
-        )
-        fallback = "ByteFallback" in _types(spec, "decoder")
+        self.prefixes = adds_blank(spec)
+        fallback = "ByteFallback" in types_of(spec, "decoder")
         self.byte_ids = frozenset(i for t, i in vocab.items() if fallback and _is_byte(t))
 
     def imported(self, end_ids: Iterable[int] = ()) -> Tokenizer:
@@ -196,7 +193,7 @@ class Tokenizer:
 
     def _count_bytes(self, spec: dict[str, Any], vocab: dict[str, int]) -> np.ndarray:
         counts = np.zeros(self.vocab_size, np.int64)
-        byte_level = "ByteLevel" in _types(spec, "decoder", "pre_tokenizer")
+        byte_level = "ByteLevel" in types_of(spec, "decoder", "pre_tokenizer")
         added = {t["content"] for t in spec["added_tokens"]}
         continues = spec["model"].get("continuing_subword_prefix") if not byte_level else None
         for token, i in vocab.items():
@@ -372,19 +369,6 @@ def _is_ours(spec: Any) -> bool:
         and spec.get("post_processor")
         in (None, *(begin_template(END, t["id"]) for t in spec.get("added_tokens") or ()))
     )
-
-
-def _parts(spec: dict[str, Any], *names: str) -> list[dict[str, Any]]:
-    """These parts of a tokenizer.json, and those that a sequence has."""
-    parts = [spec.get(name) or {} for name in names]
-    return parts + [
-        p for part in parts for key in ("normalizers", "pretokenizers", "decoders") for p in part.get(key, [])
-    ]
-
-
-def _types(spec: dict[str, Any], *names: str) -> set[str]:
-    """The types of these parts."""
-    return {part.get("type", "") for part in _parts(spec, *names)}
 
 
 def _character_table(spec: dict[str, Any]) -> np.ndarray | None:
