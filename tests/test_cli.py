@@ -154,7 +154,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["check", "quickstart", "--set", "data.source=tokens:a**b"], "no token file"),
         (["check", "quickstart", "--set", "train.seed=" + "9" * 5000], "train.seed = "),
         (["check", "n" * 5000], "File name too long"),
-        (["recipes", "/proc/self/exe"], "not UTF-8 text"),
+        (["recipes", "./no-text"], "not UTF-8 text"),
         (["recipes", "gpt2-124"], "did you mean 'gpt2-124m'?"),
         (["train", "quickstart", "--nproc", "0"], "--nproc"),
         (["train", "quickstart", "--set", "train.steps=0"], "train.steps = 0: must be a whole number >= 1"),
@@ -172,6 +172,7 @@ def test_bad_input_exits_with_2(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("no-text").write_bytes(b"\xff")
     assert run(*arguments) == 2
     captured = capsys.readouterr()
     assert message in captured.err

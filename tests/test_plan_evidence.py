@@ -99,11 +99,11 @@ def test_a_plan_says_what_was_published_of_its_memory() -> None:
     def words(layout: str, recipe: str = "llama3-8b") -> str:
         return said(predict(load(recipe, [], layout), parse("h100:8")).setting)[0]
 
-    assert "(18 published runs of this kind on 1 to 8 devices)" in words("dp=8,zero=1")
+    assert "(18 published runs of this kind on 1 to 8 devices: SimuMax, Fivefold)" in words("dp=8,zero=1")
     assert "on 2 to 128 devices" in words("dp=8,zero=3")
     assert words("dp=8,ep=8,zero=3", "mixtral-8x7b").startswith("memory not known: nobody has published")
     assert Evidence("A", 8, 8, 1, 0.05, 0.05).says("time") == (
-        "time 5% off (1 published run of this kind on 8 devices)"
+        "time 5% off (1 published run of this kind on 8 devices: A)"
     )
     plan = predict(load("llama3-8b", [], "dp=8,zero=1"), parse("h100:8"))
     assert (found := evidence(plan.setting, "memory"))

@@ -44,6 +44,7 @@ _NAMES = {
     *(f"{_META} {kind}" for kind in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
     *(f"{_META} {kind}StorageMetadata" for kind in ("Tensor", "Bytes", "Chunk")),
     *(f"{_META} TensorProperties", f"{_FILES} _StorageInfo", "torch Size", "torch.serialization _get_layout"),
+    "builtins getattr",  # by which Python before 3.11.4 pickles a member of an enumeration; nothing is called here
     *("pathlib PosixPath", "pathlib._local PosixPath", *_DTYPES),
 }
 Chunk = tuple[Box, str, int, int]
