@@ -21,7 +21,9 @@ if (
 ):  # else a hundred processes would compile the package, each for itself
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 _, MOST_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
-resource.setrlimit(resource.RLIMIT_NOFILE, (MOST_FILES, MOST_FILES))  # each tensor that a rank returns is an open file
+resource.setrlimit(
+    resource.RLIMIT_NOFILE, (MOST_FILES, MOST_FILES)
+)  # each tensor that a rank returns is an open file
 if "PYTEST_XDIST_WORKER" in os.environ:
     gc.disable()  # until all tests are there: what collection makes stays
 

@@ -535,7 +535,7 @@ def test_the_command_lists_verifies_copies_and_prunes(recipe, whole, tmp_path):
     assert names(run) == ["step-00000006"]
 
 
-@pytest.mark.parametrize("moment", ["_check", "__init__"])
+@pytest.mark.parametrize("moment", ["_check", "__init__", "_tensors"])
 def test_a_checkpoint_that_is_removed_while_it_is_looked_at_is_not_damaged(
     whole, tmp_path, monkeypatch, moment
 ):

@@ -179,7 +179,9 @@ def test_hostile_pickles(folder, name, monkeypatch):
 
 def test_members_of_enumerations_as_older_pythons_pickle_them():
     """Before 3.11.4 as a call of getattr, which is read and not made."""
-    member = glob("builtins", "getattr") + glob(META, "_MEM_FORMAT_ENCODING") + text("TORCH_CONTIGUOUS_FORMAT")
+    member = (
+        glob("builtins", "getattr") + glob(META, "_MEM_FORMAT_ENCODING") + text("TORCH_CONTIGUOUS_FORMAT")
+    )
     found = opcodes.values(b"\x80\x04" + member + b"\x86R.", read._NAMES)
     assert found.name == "builtins getattr"
     assert found.args == (f"{META} _MEM_FORMAT_ENCODING", "TORCH_CONTIGUOUS_FORMAT")

@@ -121,7 +121,12 @@ def _row(folder: Path, verify: bool) -> dict[str, Any]:
         "bytes": reader.manifest.bytes,
         "saved": when.isoformat(timespec="seconds"),
     }
-    return row | {"damage": keep.verify(folder), "verified": True} if verify else row
+    try:
+        return row | {"damage": keep.verify(folder), "verified": True} if verify else row
+    except UserError:
+        if folder.exists():
+            raise
+        return row  # removed meanwhile, so it is not shown
 
 
 def export(
