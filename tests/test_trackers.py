@@ -4,6 +4,7 @@ import csv
 import importlib
 import json
 import struct
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -143,6 +144,12 @@ def wandb_records(path: Path) -> Iterator[bytes]:
         at += 7 + size
 
 
+def wait_for_another_second() -> None:
+    """W&B names a run's folder by the second in which it begins, so another start in that second would write there,
+    too."""
+    time.sleep(1.01 - time.time() % 1)
+
+
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="needs the extra `wandb`")
     records = importlib.import_module("wandb.proto.wandb_internal_pb2")
@@ -154,6 +161,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(run, "wandb", [1, 2])
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_API_KEY", key)
+    wait_for_another_second()
     write(run, "wandb", [3], start=2)
     written = sorted((run / "wandb").glob("offline-run-*/*.wandb"))
     assert len(written) == 2
@@ -188,6 +196,7 @@ def test_a_run_that_wandb_and_mlflow_have_followed(tmp_path: Path, monkeypatch: 
     )
     run_command(recipe, out=run, fork=False)
     assert [path for path in run.rglob("*") if path.is_symlink()], "wandb links to its log"
+    wait_for_another_second()
     run_command(load(run / "recipe.toml", ["train.steps=3"]), out=run, resume=True, fork=False)
     assert len([*run.glob("wandb/offline-run-*")]) == 2
     for words in (["generate", str(run), "--max-tokens", "2"], ["report", str(run)],
