@@ -30,7 +30,7 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results" / "optimizers.json"
 RATES = {
     "adamw": (1.25e-3, 2.5e-3, 5e-3),
-    "muon": (5e-3, 1e-2, 2e-2),
+    "muon": (2.5e-3, 5e-3, 1e-2, 2e-2),
     "soap": (2.5e-3, 5e-3),
     "lion": (3e-4, 6e-4, 1.2e-3),
     "adafactor": (5e-3, 1e-2),
