@@ -461,6 +461,20 @@ def test_only_a_damaged_entry_is_dropped(tmp_path: Path, capsys: pytest.CaptureF
     assert [line.partition(": ")[2] for line in said] == ['{"id": "d", "words": "broken"}', "3"]
 
 
+@pytest.mark.parametrize("content", ["", '{"jobs": [{"id"', "[]", '{"jobs": null}', '{"jobs": "a"}', "{}"])
+def test_a_list_that_is_damaged_as_a_whole_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    jobs = Jobs(tmp_path)
+    jobs.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    (jobs.folder / "waiting.json").write_text(content)
+    assert jobs.waiting() == []
+    for _ in range(2):  # as the server does again and again
+        jobs.start_next()
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "queued runs were dropped" in said
+
+
 def test_nothing_in_a_shown_folder_starts_or_is_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

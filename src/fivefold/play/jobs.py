@@ -67,12 +67,15 @@ class Jobs:
         return self._read()[0]
 
     def _read(self) -> tuple[list[dict[str, Any]], list[Any]]:
-        """The entries of the list, and those that are damaged."""
+        """The entries of the list, and what is damaged: entries, or the whole file."""
         jobs: Any = []
         with suppress(OSError, UserError):
             self._require_own()
-            jobs = read_json(self.folder / "waiting.json").get("jobs")
-        jobs = jobs if isinstance(jobs, list) else []
+            try:
+                jobs = read_json(self.folder / "waiting.json").get("jobs")
+            except UserError as error:
+                jobs = str(error)
+        jobs = jobs if isinstance(jobs, list) else [jobs]
         return [job for job in jobs if _whole(job)], [job for job in jobs if not _whole(job)]
 
     def add(self, words: Sequence[str], run: Path, first: bool = False) -> dict[str, Any]:
@@ -114,7 +117,7 @@ class Jobs:
             jobs, damaged = self._read()
             for job in damaged:
                 text = shortened(json.dumps(job), 200)
-                print(f"a queued run was dropped, as its entry is damaged: {text}", file=sys.stderr)
+                print(f"queued runs were dropped, as their entry is damaged: {text}", file=sys.stderr)
             yield jobs
             write_atomically(self.folder / "waiting.json", json.dumps({"jobs": jobs}))
 
