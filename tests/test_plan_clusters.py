@@ -251,7 +251,7 @@ def test_groups_are_placed_as_ranks_are() -> None:
     assert (sizes["pp"].ranks, sizes["pp"].local, sizes["pp"].nodes) == (2, 1, 2)
 
 
-# GB/s of bus bandwidth that NVIDIA's and others' tests measured (references in clusters.py); large messages.
+# GB/s of bus bandwidth that NVIDIA's and others' tests measured (references in clusters.toml); large messages.
 MEASURED = [
     ("a100:8", 16 * 2**30, 234.9),
     ("h100:8", 16 * 2**30, 480.0),

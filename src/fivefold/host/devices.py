@@ -70,21 +70,10 @@ def _sheet(row: dict[str, Any]) -> Sheet:
     return Sheet(memory=int(number) * {"GiB": GIB, "GB": GB}[unit], **row)
 
 
-SHEETS = tuple(
-    map(_sheet, tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))["sheet"])
-)
-CORES = {
-    "Pascal (2016)": ("fp64, fp32, fp16", ""),
-    "Volta (2017)": ("fp64, fp32, fp16, int8", "fp16"),
-    "Turing (2018)": ("fp64, fp32, fp16, int8", "fp16, int8, int4"),
-    "Ampere (2020)": ("fp64, fp32, bf16, fp16, int8", "fp64, tf32, bf16, fp16, int8, int4"),
-    "Ada (2022)": ("fp64, fp32, bf16, fp16, int8", "tf32, bf16, fp16, fp8, int8, int4"),
-    "Hopper (2022)": ("fp64, fp32, bf16, fp16, int8", "fp64, tf32, bf16, fp16, fp8, int8"),
-    "Blackwell (2024)": ("fp64, fp32, bf16, fp16", "fp64, tf32, bf16, fp16, fp8, fp6, fp4, int8"),
-    "Blackwell Ultra (2025)": ("fp64, fp32, bf16, fp16", "fp64, tf32, bf16, fp16, fp8, fp6, fp4, int8"),
-}
-"""What CUDA cores and what tensor cores of NVIDIA's architectures multiply: its page on tensor cores, and its papers on
-Pascal (GP100) and Ada. Numbers of 1 bit are left out."""
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+SHEETS = tuple(map(_sheet, _TABLE["sheet"]))
+CORES: dict[str, list[str]] = _TABLE["cores"]
+"""What CUDA cores and what tensor cores of NVIDIA's architectures multiply."""
 BY_NAME = {sheet.name: sheet for sheet in SHEETS}
 
 

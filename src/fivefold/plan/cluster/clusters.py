@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from fivefold.errors import UserError, did_you_mean
 from fivefold.files import parse_toml, read_bytes
 from fivefold.host import cores, memory_bytes, tables
-from fivefold.host.devices import BY_NAME, GB, GIB, PCIE, sheet_of
+from fivefold.host.devices import BY_NAME, GB, PCIE, sheet_of
 from fivefold.plan.cluster import measured
 from fivefold.plan.cluster.devices import Cluster, Device, Link, Storage, Wiring, copies, of_table
 from fivefold.precision import DTYPES
@@ -25,107 +26,46 @@ MOST_BYTES = 64 << 10
 RATED = tuple(DTYPES)
 """The dtypes whose rates a cluster has."""
 
-# Specifications come from the data sheets (host/devices.py). These are the rates that programs reach.
-# "matmul" is the highest bf16 rate that a search over shapes found (stas00/ml-engineering, "MAMF" table). B200's rate
-# falls under its power limit when large matmuls follow one another, so its rate is that of large shapes in a published
-# sweep (MooreThreads/SimuMax, configs/system/b200_bf16_ceperm.json, also for its attention and streaming shares).
-# NVLink's share is what nccl-tests' rings reach with 16 GiB on 8 devices (ml-engineering, network/README.md).
-# InfiniBand's is NVIDIA's 24 of 25 and 48 of 50 GB/s. Latencies per hop come from NCCL's own tuning model (ring,
-# "Simple": 3.4 us NVLink, 14 us network). Attention is FlashAttention-2, as in PyTorch: on A100 arXiv 2307.08691,
-# figures 5 and 6, on H100 figure 7. Devices of one chip (A100 with 40 GB, A800, H800) reach the same shares.
-_HOP, _NETWORK_HOP = 3.4e-6, 14e-6
-_EDR, _HDR, _NDR, _XDR = (Link(rate * GB, 24 / 25, _NETWORK_HOP) for rate in (12.5, 25, 50, 100))
-_A100_MATMUL, _HOPPER_MATMUL, _B200_MATMUL = 271.2 / 312, 794.5 / 989.4, 1125 / 2250
-_A100_RING, _HOPPER_RING, _B200_RING = 234.9 / 300, 367.2 / 450, 682.2 / 900
-_A100_ATTENTION, _HOPPER_ATTENTION = (0.60, 0.55), (0.37, 0.31)
-# cuDNN's: forward and backward together as measured on an H100 (benchmarks/results/gpu_h100.json, heads of 128 and 8192
-# tokens: 3.55 ms, where FlashAttention-2 takes 6.72), divided between them as in FlashAttention-2.
-_HOPPER_CUDNN = (0.66, 0.553)
-# What computation does not hide of messages between nodes, of two sources (benchmarks/planner/published.py): plans of
-# torchtitan's runs of 8B are as far off on 128 devices as on 8 with 0.2 (eager) and 0.1 (compiled); those of
-# llm-foundry's 13B on 16 and 64 as those of its 7B and 1B on 8 with 0.3, of its 7B on 256 as on 8 with 0.2. Nothing
-# was seen on A100.
-_HOPPER_CONTENDED = 0.2
-_HOPPER: dict[str, Any] = {"cudnn": _HOPPER_CUDNN, "contended": _HOPPER_CONTENDED}
-# What is assumed of devices that nobody has measured for us: round shares below those of the measured ones.
-_MATMUL, _RING, _ATTENTION = 0.75, 0.75, (0.40, 0.30)
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+"""Rates that programs reach on nodes as they are sold, with their sources."""
 
 
-def _preset(
-    name: str,
-    network: Link,
-    matmul: float | None = None,
-    ring: float | None = None,
-    attention: tuple[float, float] | None = None,
-    *,
-    cudnn: tuple[float, float] | None = None,
-    contended: float = 0.0,
-    per_node: int = 8,
-    cards: int = 0,
-    reduce: float | None = None,
-    mesh: bool = False,
-    streaming: float = Device.streaming,
-    **host: Any,
-) -> Cluster:
-    """A cluster of the nodes that a device is usually sold in. matmul, ring, attention: shares of the sheet's rates;
-    None: assumed. Devices without links to a whole node send over PCIe, by way of the host."""
-    sheet = BY_NAME[name]
-    peak = {dtype: rate for dtype in RATED if (rate := sheet.rate(dtype))}
-    shares = {"matmul": matmul, "attention": attention, "ring": ring}
-    assumed = tuple(what for what, share in shares.items() if not share)
-    rates = matmul or _MATMUL, sheet.units, sheet.memory, sheet.bandwidth, streaming, attention or _ATTENTION
+def _preset(name: str, row: dict[str, Any]) -> Cluster:
+    """The cluster of a device, by its row of the table. Devices without links to a whole node send over PCIe, by way of
+    the host."""
+    sheet, row = BY_NAME[name], _TABLE["shares"].get(row.get("shares"), {}) | row
+    assumed = tuple(what for what in ("matmul", "attention", "ring") if what not in row)
+    own = _TABLE["assumed"] | row
+    matmul, ring = (reached / of for reached, of in (own["matmul"], own["ring"]))
     device = Device(
-        name, peak, *rates, cudnn=cudnn, assumed=assumed, contended=contended, watts=sheet.watts, sheet=name
+        name,
+        {dtype: rate for dtype in RATED if (rate := sheet.rate(dtype))},
+        matmul,
+        sheet.units,
+        sheet.memory,
+        sheet.bandwidth,
+        own.get("streaming", Device.streaming),
+        tuple(own["attention"]),
+        cudnn=tuple(own["cudnn"]) if "cudnn" in own else None,
+        assumed=assumed,
+        contended=own.get("contended", 0.0),
+        watts=sheet.watts,
+        sheet=name,
     )
-    wire = (not sheet.linked and sheet.link) or PCIE[sheet.pcie]
-    link, to_host = Link(wire, ring or _RING, _HOP, reduce, mesh), copies(sheet.to_host)
-    return Cluster(name, device, 0, per_node, link, network, wiring=Wiring(cards), host_link=to_host, **host)
-
-
-def _tpu(name: str) -> Cluster:
-    """Hosts of 4 chips in a torus that needs no other network: a ring sends both ways along one of three axes."""
-    axis = Link(BY_NAME[name].link / 3, 0.9, 1e-6)
-    return replace(_preset(name, axis, ring=0.9, per_node=4), intra=axis)
-
-
-# Networks: of DGX-1 and DGX A100 to B300 (one card per device from A100 on); GB200: of an NVL72 rack, whose hosts are
-# linked to the devices by NVLink-C2C; GH200: of four superchips with NVLink between all pairs and 200 Gb/s each, as in
-# JUPITER and Alps (servers of one: gh200:8x1); MI250X: of Frontier's nodes, whose 4 modules are 8 devices. The others
-# are the builder's choice; what is common is assumed.
-PRESETS = {
-    cluster.name: cluster
-    for cluster in (
-        _preset("p100", _EDR, cards=4),
-        _preset("v100", _EDR, cards=4),
-        _preset("t4", _EDR, cards=1),
-        _preset("a100-40gb", _HDR, _A100_MATMUL, _A100_RING, _A100_ATTENTION),
-        _preset("a100", _HDR, _A100_MATMUL, _A100_RING, _A100_ATTENTION),
-        _preset("a800", _HDR, _A100_MATMUL, _A100_RING, _A100_ATTENTION),
-        _preset("l4", _EDR, cards=1),
-        _preset("l40s", _HDR, cards=4),
-        _preset("rtx4090", _EDR, cards=1),
-        _preset("h100-nvl", _NDR, cards=4, contended=_HOPPER_CONTENDED),
-        _preset("h200-nvl", _NDR, cards=4, contended=_HOPPER_CONTENDED),
-        _preset("h100-pcie", _NDR, cards=4, contended=_HOPPER_CONTENDED),
-        _preset("h100", _NDR, _HOPPER_MATMUL, _HOPPER_RING, _HOPPER_ATTENTION, **_HOPPER, reduce=480 * GB),
-        _preset("h800", _NDR, _HOPPER_MATMUL, _HOPPER_RING, _HOPPER_ATTENTION, **_HOPPER),
-        _preset(
-            "gh200", _HDR, _HOPPER_MATMUL, None, _HOPPER_ATTENTION, **_HOPPER,
-            per_node=4, mesh=True, host_memory=4 * 480 * GB, host_bandwidth=4 * 384 * GB,
-        ),
-        _preset("h200", _NDR, _HOPPER_MATMUL, _HOPPER_RING, _HOPPER_ATTENTION, **_HOPPER, reduce=480 * GB),
-        _preset("b200", _NDR, _B200_MATMUL, _B200_RING, (0.52, 0.42), reduce=845 * GB, streaming=0.67),
-        _preset("gb200", _NDR, per_node=72, host_memory=36 * 480 * GB, host_bandwidth=36 * 400 * GB),
-        _preset("b300", _XDR),
-        _preset("mi250x", _HDR, cards=4, host_memory=512 * GIB),
-        # All 8 devices reach 312.9 GB/s. The network is the builder's choice; 400 Gb/s per device are assumed.
-        _preset("mi300x", _NDR, 668.4 / 1307.4, 312.9 / 448, (0.40, 0.27), streaming=0.8, mesh=True),
-        _preset("mi325x", _NDR, mesh=True),
-        _preset("mi355x", _NDR, mesh=True),
-        _tpu("tpu-v4"),
-        _tpu("tpu-v5p"),
+    if "axes" in own:  # a torus that needs no other network: a ring sends both ways along one axis
+        link = network = Link(sheet.link / own["axes"], ring, 1e-6)
+    else:
+        wire = (not sheet.linked and sheet.link) or PCIE[sheet.pcie]
+        link = Link(wire, ring, _TABLE["hop"], own.get("reduce"), own.get("mesh", False))
+        network = Link(_TABLE["networks"][own["network"]] * GB, 24 / 25, _TABLE["network_hop"])
+    host = {key: own[key] for key in ("host_memory", "host_bandwidth") if key in own}
+    wiring, per_node = Wiring(own.get("cards", 0)), own.get("per_node", 8)
+    return Cluster(
+        name, device, 0, per_node, link, network, wiring=wiring, host_link=copies(sheet.to_host), **host
     )
-}  # fmt: skip
+
+
+PRESETS = {name: _preset(name, row) for name, row in _TABLE["clusters"].items()}
 
 
 _PAIRED = ("a100-40gb", "a100", "h100", "h200")
