@@ -185,45 +185,13 @@ class _Key:
     whole: bool = False
 
 
-_COUNT: dict[str, Any] = {"most": MOST_RANKS, "whole": True}
-_LATENCY: dict[str, Any] = {"factor": 1e-6, "least": 0.0}
-_KEYS = {
-    "devices": _Key("", "devices", **_COUNT),
-    "devices_per_node": _Key("", "per_node", **_COUNT),
-    "memory_gb": _Key("device", "memory", GB),
-    "memory_margin_percent": _Key("device", "margin", 0.01, least=0.0, most=99),
-    "memory_bandwidth_tb_s": _Key("device", "bandwidth", 1e12),
-    **{f"{dtype}_tflops": _Key("peak", dtype, 1e12) for dtype in RATED},
-    "matmul_share": _Key("device", "matmul", most=1.0),
-    "fp8_matmul_share": _Key("device", "matmul_fp8", most=1.0),
-    "units": _Key("device", "units", whole=True),
-    "attention_forward_share": _Key("attention", "forward", most=1.0),
-    "attention_backward_share": _Key("attention", "backward", most=1.0),
-    "intra_gb_s": _Key("intra", "bandwidth", GB),
-    "intra_share": _Key("intra", "share", most=1.0),
-    "intra_latency_us": _Key("intra", "latency", **_LATENCY),
-    "switch_gb_s": _Key("intra", "reduce", GB),
-    "inter_gb_s": _Key("inter", "bandwidth", GB),
-    "inter_share": _Key("inter", "share", most=1.0),
-    "inter_latency_us": _Key("inter", "latency", **_LATENCY),
-    "nics_per_node": _Key("wiring", "cards", **_COUNT),
-    "nvlink_domain": _Key("wiring", "domain", **_COUNT),
-    "pcie_gb_s": _Key("pcie", "bandwidth", GB),
-    "pcie_latency_us": _Key("pcie", "latency", **_LATENCY),
-    "nodes_per_leaf": _Key("wiring", "leaf", **_COUNT),
-    "oversubscription": _Key("wiring", "oversubscription", least=1.0),
-    "hosts_per_machine": _Key("", "hosts", **_COUNT),
-    "host_gb_s": _Key("host", "rate", GB),
-    "host_memory_gb": _Key("", "host_memory", GB),
-    "host_bandwidth_gb_s": _Key("", "host_bandwidth", GB),
-    "disk_read_gb_s": _Key("disk", "read", GB),
-    "disk_write_gb_s": _Key("disk", "write", GB),
-    "disk_both_gb_s": _Key("disk", "both", GB),
-    "device_watts": _Key("device", "watts"),
-    "price_per_hour": _Key("", "price"),
-    "mtbf_hours": _Key("", "mtbf", 3600.0),
-    "restart_minutes": _Key("", "restart", 60.0, least=0.0),
-}
+def _key(part: str, field: str, count: bool = False, **more: Any) -> _Key:
+    """count: of devices, or of what is no more than they are."""
+    return _Key(part, field, most=MOST_RANKS, whole=True) if count else _Key(part, field, **more)
+
+
+_KEYS = {key: _key(**row) for key, row in _TABLE["keys"].items()}
+_KEYS |= {f"{dtype}_tflops": _Key("peak", dtype, 1e12) for dtype in RATED}
 _SHARES = {"matmul": "matmul_share", "ring": "intra_share", "attention": "attention_forward_share"}
 """Keys that replace what a preset assumes."""
 _OF_HOSTS = (
