@@ -31,7 +31,7 @@ RESULTS = Path(__file__).parent / "results" / "optimizers.json"
 RATES = {
     "adamw": (1.25e-3, 2.5e-3, 5e-3),
     "muon": (2.5e-3, 5e-3, 1e-2, 2e-2),
-    "soap": (2.5e-3, 5e-3),
+    "soap": (2.5e-3, 5e-3, 1e-2),
     "lion": (3e-4, 6e-4, 1.2e-3),
     "adafactor": (5e-3, 1e-2),
     "adamw8bit": (2.5e-3,),

@@ -11,6 +11,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 import fivefold
 from fivefold.recipe import Recipe
 
@@ -70,6 +72,7 @@ def missing(text: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_dotted_names_are_there() -> None:
     texts = [*FILES, *ROOT.glob("docs/**/*.md"), ROOT / "CONTRIBUTING.md", ROOT / "README.md"]
     wrong = {str(f.relative_to(ROOT)): names for f in texts if (names := missing(f.read_text()))}
