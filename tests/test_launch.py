@@ -374,7 +374,9 @@ def test_an_interface_that_is_not_there(clean, backend, setting, missing):
     with pytest.raises(UserError) as caught:
         launchers.require_interface(backend)
     name = f"{backend.upper()}_SOCKET_IFNAME = {setting!r}"
-    assert f"{name}: this machine has no network interface {missing} with an address" in str(caught.value)
+    assert f"{name}: this machine has no network interface {missing} with an address. Set" in str(
+        caught.value
+    )
 
 
 def test_a_wrong_interface_is_said_once(tmp_path):

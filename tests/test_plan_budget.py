@@ -11,7 +11,7 @@ import pytest
 from typer import BadParameter
 from typer.testing import CliRunner
 
-from fivefold.cli import options
+from fivefold.cli import budgets, options
 from fivefold.cli.main import app
 from fivefold.errors import UserError
 from fivefold.plan.advice import budget, failures
@@ -182,7 +182,7 @@ def test_deadlines_count_in_whole_nodes_of_any_number(monkeypatch: pytest.Monkey
     again, stride = fewest_devices(small, cluster, asked)
     assert again is not None
     assert (again.layout, stride) == (best.layout, 1)
-    _, stride = fewest_devices(small, cluster, replace(asked, deadline=deadline / 1e3))
+    _, stride = fewest_devices(small, cluster, replace(asked, deadline=deadline / 4))
     assert stride > 1, "none of those tried meets it"
 
 
@@ -475,3 +475,18 @@ def test_the_command_takes_a_size() -> None:
     options = ["plan", "llama-7b", "--params", "13e9", "--cluster", "h100:64", "--tokens", "1e12", "--json"]
     found = json.loads(RUNNER.invoke(app, options).stdout)
     assert found["budget"]["parameters"] == pytest.approx(13e9, rel=0.01)
+
+
+def test_a_deadline_below_the_fixed_seconds_of_a_step_is_not_searched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No number of devices makes a step shorter than that, so no number is tried."""
+    monkeypatch.setattr(searching, "space_of", lambda *_: pytest.fail("a number was tried"))
+    text = failed("--params", "1B", "--tokens", "15T", "--deadline", "1h", "--cluster", "h100")
+    assert "no tried number of whole nodes of h100 fits and meets it" in text
+
+
+def test_fewer_devices_are_explained_by_their_shares() -> None:
+    assert "648 have no even share of 512 sequences" in budgets.uneven(LLAMA, 688, 648)
+    assert not budgets.uneven(LLAMA, 688, 688)
+    assert not budgets.uneven(LLAMA, 512, 256)

@@ -120,8 +120,8 @@ class Writing:
                     remove(self.temporary)
                     raise BusyError(
                         f"cannot write the checkpoint {self.folder}: it needs "
-                        f"{(needed + SPARE_BYTES) / (1 << 20):,.0f} MiB, and the disk has {free / (1 << 20):,.0f} MiB "
-                        "free. Make room there, or keep fewer (checkpoint.keep_last)"
+                        f"{needed / (1 << 20):,.1f} MiB and {SPARE_BYTES >> 20} MiB to spare, and the disk has "
+                        f"{free / (1 << 20):,.0f} MiB free. Make room there, or keep fewer (checkpoint.keep_last)"
                     )
 
     def write_part(self) -> None:

@@ -144,11 +144,15 @@ def answers(
             answers["searched"] = (
                 f"searched: {ranks} devices finish in {days:.4g} days with {to_text(best.layout)}"
             )
-            batch, fewer = recipe.train.global_batch_size, answers["devices_for_deadline"]
-            if fewer < ranks and batch % fewer:
-                answers["searched"] += (
-                    f". {fewer:,} have no even share of {batch:,} sequences; a multiple of {fewer:,} divides evenly"
-                )
+            answers["searched"] += uneven(recipe, ranks, answers["devices_for_deadline"])
         if stride > 1:
             answers["searched"] += f" (one in {stride} numbers of nodes was tried)"
     return {"budget": answers}
+
+
+def uneven(recipe: Recipe, ranks: int, fewer: int) -> str:
+    """Why fewer devices than were found do not meet a deadline at the same speed each, if their shares are uneven."""
+    batch = recipe.train.global_batch_size
+    if fewer >= ranks or batch % fewer == 0:
+        return ""
+    return f". {fewer:,} have no even share of {batch:,} sequences; a multiple of {fewer:,} divides evenly"

@@ -225,13 +225,14 @@ def fastest(typed: Typed, params: float | None) -> tuple[Recipe, Plan, int]:
 
 def in_time(typed: Typed, params: float | None, ask: budgets.Asked) -> tuple[Recipe, Plan, str]:
     """As `planned`, on the fewest nodes that fit and meet the deadline. Raises UserError: none does."""
+    from fivefold.plan.advice.budget import answer
     from fivefold.plan.predict import predict
     from fivefold.plan.search.search import apply, fewest_devices
 
     recipe, machine, software = read(typed, "dp=1", params, search=True)
     asked = ask.of(recipe, always=True)
     plan, stride = fewest_devices(recipe, machine, asked, software) if asked else (None, 1)
-    if plan is None:
+    if asked is None or plan is None:
         batch = f"{several(recipe.train.global_batch_size, 'sequence')} of {recipe.model.seq_len:,} tokens"
         raise UserError(
             f"--deadline {ask.deadline}: no tried number of whole nodes of {machine.name} fits and meets it with a "
@@ -240,7 +241,8 @@ def in_time(typed: Typed, params: float | None, ask: budgets.Asked) -> tuple[Rec
     tried = f" (one in {stride} numbers of nodes was tried)" if stride > 1 else ""
     why = f"searched: {plan.ranks} devices are the fewest, in whole nodes, that fit and meet the deadline{tried}"
     best = apply(recipe, plan)
-    return best, predict(best, machine, software), why
+    found = predict(best, machine, software)
+    return best, found, why + budgets.uneven(recipe, plan.ranks, answer(found, asked)["devices_for_deadline"])
 
 
 def _fastest(typed: Typed, params: float | None) -> tuple[Recipe, Plan, str]:

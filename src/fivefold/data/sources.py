@@ -132,10 +132,13 @@ def _token_files(spec: str) -> list[File]:
         paths = [pattern if pattern.is_file() else with_suffix]
     else:
         paths = [p for p in map(Path, glob.glob(str(pattern), recursive=True)) if p.is_file()]
+    foreign.refuse({pattern, *(p.parent for p in paths)})
     if not paths:
-        known = ", ".join(TOKEN_SUFFIXES)
-        raise UserError(f"data.source: no token file ({known}) at {spec!r}; {nearest(pattern)}")
-    foreign.refuse({p.parent for p in paths})
+        known, there = ", ".join(TOKEN_SUFFIXES), nearest(pattern)
+        if pattern.is_dir():
+            suffixes = sorted({_extension(p.name) for p in pattern.iterdir() if p.is_file()})
+            there = f"{pattern.resolve()} holds {', '.join(suffixes[:9]) or 'no file'}"
+        raise UserError(f"data.source: no token file ({known}) at {spec!r}; {there}")
     of_index = {p: p.with_suffix(".bin") for p in paths if p.suffix == ".idx"}
     files = []
     for path in sorted({(b if (b := of_index.get(p, p)).is_file() else p).absolute() for p in paths}):

@@ -291,7 +291,7 @@ def require_interface(backend: str) -> None:
     if missing and (backend == "gloo" or len(missing) == len(found)):
         raise UserError(
             f"{variable(backend)} = {setting!r}: this machine has no network interface {', '.join(missing)} with an "
-            f"address. Unset it, if all ranks are on one machine.{interfaces(backend)}"
+            f"address.{interfaces(backend)}"
         )
 
 

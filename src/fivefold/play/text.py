@@ -52,7 +52,8 @@ def about(state: State, name: str) -> dict[str, Any]:
     lies outside of the page's folders, or holds no text."""
     if not name.isprintable() or re.match(r"\w+:", name):
         raise UserError(
-            f"{printable(name)[:500]}: the page looks at files and folders in the page's folders only"
+            f"{printable(name)[:500]}: the page looks at files and folders in the page's folders only, and downloads "
+            "nothing: `fivefold tokenize RECIPE --set data.source=SOURCE` does"
         )
     source, sets = state.source(name), [f"data.source={toml_value(name)}"]
     files, fields = FileSplit(source.files), Fields(load(RECIPE, sets).data.text_key, chat=True)

@@ -38,7 +38,7 @@ FOLDED = 4  # times as many are looked at, if many of them differ little
 FEW = 4  # layouts per size of a microbatch that are tried with offload; pipelines of the second round
 ROOMIER = 2  # times the memory that is looked beyond: devices have no more of it
 ROOM = 1.25  # memory that the second round may save, beside what there is
-MOST_SEARCHES = 64  # for the fewest devices, between a bound and twice as many nodes
+MOST_SEARCHES = 16  # for the fewest devices, between a bound and twice as many nodes
 TRIED = 24  # numbers of devices between a bound and the first doubling that does
 MOST_DEVICES = 2**17
 
@@ -217,9 +217,11 @@ def fewest_devices(
     software = for_recipe(software or software_of(cluster), recipe)
     tokens = full.train.global_batch_size * full.model.seq_len
     needed = deadline / (asked.tokens / tokens)
+    if needed <= software.step:  # no step takes less
+        return None, 1
     node = replace(cluster, devices=each)
     least = Bounds(full.model, node, software).least(Space(full, node)) - software.step
-    first = max(1, math.floor(least / needed))
+    first = max(1, math.floor(least / (needed - software.step)))
 
     @_uncollected()
     def on(nodes: int) -> Plan | None:

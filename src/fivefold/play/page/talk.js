@@ -23,7 +23,7 @@ export async function show(root, api) {
     if (event.key === "Enter" && !event.shiftKey && about?.chat) { event.preventDefault(); send.click(); }
   } });
   const sayField = field("", words), detail = el("div", { class: "detail", role: "status" });
-  const send = button("", () => (about.chat ? chat() : say(words.value)), { class: "main", disabled: true });
+  const send = button("Loading", () => (about.chat ? chat() : say(words.value)), { class: "main", disabled: true });
   const more = button("Go on", () => say(said.textContent), { disabled: true });
   const stop = el("button", { type: "button", disabled: true, onclick: () => leave() }, "Stop");
   root.append(el("h1", {}, "Talk"), el("div", { class: "row" }, field("Run", run), field("Checkpoint", step), field("Temperature", temperature),
@@ -131,8 +131,9 @@ export async function show(root, api) {
     clear();
     about = null;
     send.disabled = true;
+    send.textContent = "Loading";
     note.textContent = "Loading the model...";
-    try { await ask({}, null); } catch (error) { note.textContent = error.message; }
+    try { await ask({}, null); } catch (error) { note.textContent = error.message; send.textContent = "Send"; }
     send.disabled = !about;
   }
   restart();

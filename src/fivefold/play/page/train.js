@@ -134,7 +134,7 @@ function watch(root, api, name) {
     const share = (v) => (v == null ? "–" : `${(100 * v).toPrecision(3)}%`);
     const val = validation.val_loss[validation.val_loss.length - 1];
     figures.replaceChildren(
-      figure("Train loss", last(columns.loss)?.toFixed(3) ?? "–", "mean of 20 steps", true),
+      figure("Train loss", last(columns.loss)?.toFixed(3) ?? "–", `mean of ${Math.min(20, columns.loss?.length ?? 0)} steps`, true),
       figure("Validation loss", val?.toFixed(3) ?? "–", validation.step.length ? `step ${validation.step.at(-1).toLocaleString("en")}` : ""),
       figure("Tokens/s", short(last(columns.tokens_per_s)), plan("tokens_per_s", short)),
       figure("MFU", share(last(columns.mfu)), plan("mfu", share)),
