@@ -55,6 +55,17 @@ def test_folders_of_other_libraries_are_named(
         assert str(folder) in capsys.readouterr().err
 
 
+def test_a_folder_without_token_files_says_what_it_holds(tmp_path: Path):
+    with pytest.raises(UserError, match=r"no token file \(\.bin.*; .* holds no file"):
+        find(f"tokens:{tmp_path}")
+    (tmp_path / "shard.00000.mds").write_bytes(b"{}")
+    with pytest.raises(UserError, match=r"no token file \(\.bin.*; .* holds \.mds"):
+        find(f"tokens:{tmp_path}")
+    (tmp_path / "index.json").write_text(json.dumps(MDS))
+    with pytest.raises(UserError, match="of mosaicml-streaming"):
+        find(f"tokens:{tmp_path}")
+
+
 def test_an_index_of_ones_own_is_a_text(tmp_path: Path):
     (tmp_path / "index.json").write_text('[{"text": "a"}]')
     assert len(find(str(tmp_path)).files) == 1

@@ -420,6 +420,9 @@ def _new_folder(out: Path) -> Iterator[Path]:
             return
         for item in list(temporary.iterdir()):
             files.rename(item, out / item.name)
+    except OSError as error:
+        error.filename = error.filename or str(out)  # a full disk names none
+        raise
     finally:
         files.remove(temporary)
 
