@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 from test_cli import run as command
 from test_hf import make_run
 
+from fivefold.checkpoint import source
 from fivefold.checkpoint.source import export_run, import_folder
 from fivefold.data.sources import find
 from fivefold.errors import UserError
@@ -64,6 +66,19 @@ def test_a_folder_without_token_files_says_what_it_holds(tmp_path: Path):
     (tmp_path / "index.json").write_text(json.dumps(MDS))
     with pytest.raises(UserError, match="of mosaicml-streaming"):
         find(f"tokens:{tmp_path}")
+
+
+def test_a_full_disk_names_the_folder_of_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    ran, _ = make_run(tmp_path / "run", "llama", tie_embeddings=True)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(source, "_write_weights", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        export_run(ran, tmp_path / "hf")
+    assert caught.value.filename == str(tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
 
 
 def test_an_index_of_ones_own_is_a_text(tmp_path: Path):

@@ -241,8 +241,8 @@ def in_time(typed: Typed, params: float | None, ask: budgets.Asked) -> tuple[Rec
     tried = f" (one in {stride} numbers of nodes was tried)" if stride > 1 else ""
     why = f"searched: {plan.ranks} devices are the fewest, in whole nodes, that fit and meet the deadline{tried}"
     best = apply(recipe, plan)
-    found = predict(best, machine, software)
-    return best, found, why + budgets.uneven(recipe, plan.ranks, answer(found, asked)["devices_for_deadline"])
+    why += budgets.uneven(recipe, plan.ranks, answer(plan, asked)["devices_for_deadline"])
+    return best, predict(best, machine, software), why
 
 
 def _fastest(typed: Typed, params: float | None) -> tuple[Recipe, Plan, str]:

@@ -239,7 +239,8 @@ def fewest_devices(
         return None
 
     stride = 2 ** math.floor(math.log2(max(1, first // MOST_SEARCHES)))
-    some = range(math.ceil(first / stride) * stride, first + 2 * max(first, MOST_SEARCHES), stride)
+    end = min(first + 2 * max(first, MOST_SEARCHES), MOST_DEVICES // each + 1)
+    some = range(math.ceil(first / stride) * stride, end, stride)
     found = next(filter(None, map(on, some)), None)
     if found is None:
         return None, stride
