@@ -5,6 +5,7 @@ import xml.etree.ElementTree as ET
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -239,6 +240,8 @@ def test_a_run_that_offloads_draws_what_it_reads_writes_and_waits_for(
 
     def noted(meter: Meter, link: str, out: bool, what: str, *rest: Any) -> None:
         read.update([what] * (link == "disk" and not out))
+        if link == "disk" and out and what == "masters":
+            sleep(0.05)  # so that an update takes longer than the pause between steps, also on a busy machine
         moved(meter, link, out, what, *rest)
 
     monkeypatch.setattr(Meter, "moved", noted)
