@@ -63,6 +63,8 @@ def launch(recipe: Recipe, out: Path, endpoint: Endpoint, resume: bool, dead: Pa
         if flats:  # not the first meeting
             calls.append(count)
         if len(calls) == 2 and dies:
+            while not store.checkpoints(out):  # of step 3, which may still be under way
+                time.sleep(0.02)
             dead.touch()
             os._exit(9)
         while len(calls) == 2 and not dead.exists():

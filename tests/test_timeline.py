@@ -161,16 +161,19 @@ def test_replicas_of_shards_are_summed_while_backward_computes() -> None:
 
 def test_keys_travel_while_a_turn_computes() -> None:
     """Every exchange begins before a turn and is waited for behind it. (Most also end within or behind it: of a small
-    message that depends on when the system runs which rank.)"""
-    beside = 0
-    for found in steps("cp=2", "model.seq_len=512"):
-        for number in range(4):
-            message = next(s for s in found.of("cp") if s.name == f"receive, blocks.{number} forward")
-            turn = next(s for s in found.of(COMPUTE) if s.name == "turn" and s.start > message.start)
-            wait = next(s for s in found.of(COMPUTE) if s.name == message.name)
-            assert message.start < turn.start < turn.end <= wait.start
-            beside += turn in beside_of(found, message)
-    assert beside
+    message that depends on when the system runs which rank, so a busy machine gets more tries.)"""
+    for _ in range(5):
+        beside = 0
+        for found in steps("cp=2", "model.seq_len=512"):
+            for number in range(4):
+                message = next(s for s in found.of("cp") if s.name == f"receive, blocks.{number} forward")
+                turn = next(s for s in found.of(COMPUTE) if s.name == "turn" and s.start > message.start)
+                wait = next(s for s in found.of(COMPUTE) if s.name == message.name)
+                assert message.start < turn.start < turn.end <= wait.start
+                beside += turn in beside_of(found, message)
+        if beside:
+            return
+    pytest.fail("no message travelled beside a turn")
 
 
 def test_activations_are_waited_for() -> None:
