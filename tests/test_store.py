@@ -135,7 +135,7 @@ def test_no_room_on_the_disk(saved, monkeypatch):
     folder, model, _ = saved
     monkeypatch.setattr(write.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1 << 20}))
     with pytest.raises(
-        UserError, match=r"it needs \d\.\d MiB and 16 MiB to spare, and the disk has 1 MiB free"
+        UserError, match=r"it needs \d\.\d MiB and 16 MiB to spare, and the disk has 1 MiB free\. Make room"
     ):
         write.save(folder, model, None, {"step": 7})
     assert stored.load(folder).optimizer, "the one before is as it was"
