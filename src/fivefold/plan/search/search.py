@@ -38,7 +38,8 @@ FOLDED = 4  # times as many are looked at, if many of them differ little
 FEW = 4  # layouts per size of a microbatch that are tried with offload; pipelines of the second round
 ROOMIER = 2  # times the memory that is looked beyond: devices have no more of it
 ROOM = 1.25  # memory that the second round may save, beside what there is
-MOST_SEARCHES = 16  # for the fewest devices, between a bound and twice as many nodes
+MOST_SEARCHES = 16  # for the fewest devices, up to twice a bound of nodes, if these are many
+REACH = 128  # nodes beyond the bound that are tried at least
 TRIED = 24  # numbers of devices between a bound and the first doubling that does
 MOST_DEVICES = 2**17
 
@@ -239,7 +240,7 @@ def fewest_devices(
         return None
 
     stride = 2 ** math.floor(math.log2(max(1, first // MOST_SEARCHES)))
-    end = min(first + 2 * max(first, MOST_SEARCHES), MOST_DEVICES // each + 1)
+    end = min(first + max(2 * first, REACH), MOST_DEVICES // each + 1)
     some = range(math.ceil(first / stride) * stride, end, stride)
     found = next(filter(None, map(on, some)), None)
     if found is None:
