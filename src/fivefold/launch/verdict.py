@@ -179,8 +179,8 @@ def judge(
             at -= SOONER_S if code < 0 and code != -signal.SIGABRT else 0
             first.append((at, rank, "killed" if code < 0 else "ended"))
     if not first:
-        if said["lost"]:
-            rank = min(said["lost"])
+        if said["lost"]:  # the first is nearest to the cause
+            rank = min(said["lost"], key=lambda one: (folder / f"lost-{one}").stat().st_mtime)
             return Failure(rank, "lost", said["lost"][rank])
         rank = min(killed)
         return Failure(rank, "ended", f"rank {rank} did not end by itself, and was killed")
