@@ -142,7 +142,11 @@ def execute_make(line: str, folder: Path) -> None:
 def parse_only(line: str) -> None:
     """What a command for a cluster says to fivefold: known options, a recipe and changes that are valid. Files that it
     names are there."""
-    words = shlex.split(line)
+    words = shlex.split(line.replace("$FIVEFOLD_DEPLOY/", "deploy/"))
+    if words[0] == "export":
+        wheel = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["setuptools"]["data-files"]
+        assert words[1].removeprefix("FIVEFOLD_DEPLOY=$VIRTUAL_ENV/") in wheel, line
+        return
     if words[:2] == ["docker", "run"]:
         words = ["fivefold" if word.startswith("fivefold:") else word for word in words]
     named = [word for word in words if word.startswith("deploy/")]
