@@ -51,7 +51,7 @@ def test_options_of_techniques_stand_in_a_course() -> None:
     commands = "\n".join(command for page in PAGES.values() for command in told(page))
     words = (
         "round_microbatches=", "schedule=dualpipe,", "schedule=dualpipev,", "schedule=zb_h2", "schedule=zb_auto",
-        "--draw keys_then_values", "--draw leaders", "--draw mesh_2d_whole", "--draw in_network", "--msccl ",
+        "--draw keys_then_values", "--draw leaders", "--draw mesh_2d_whole", "--draw in_network",
         "offload_window=0,offload_update=early", "optim.estimator=gnb", "compress=",
     )  # fmt: skip
     assert [word for word in words if word not in commands] == []

@@ -158,35 +158,32 @@ def collectives(
     draw: Annotated[str | None, option("NAME", "Draw the rounds of this algorithm.")] = None,
     svg: Annotated[Path | None, option("FILE", "Write the rounds as a picture.")] = None,
     html: Annotated[Path | None, option("FILE", "Write a page that steps through them.")] = None,
-    msccl: Annotated[Path | None, option("FILE", "Write the program that MSCCL runs, as XML.")] = None,
     json: options.JsonOption = False,
 ) -> None:
     """Compare the algorithms of a collective: rounds, bytes, time on a topology, and when to use which.
 
-    --svg, --html and --msccl write the algorithm of --draw, or the fastest one.
+    --svg and --html write the algorithm of --draw, or the fastest one.
     """
     from fivefold.observe.collective_picture import player, to_svg, to_text
     from fivefold.observe.player import page
     from fivefold.plan.cluster.clusters import topology as read
     from fivefold.schedules.collectives import algorithm, build
     from fivefold.schedules.collectives.cost import compare, simulate
-    from fivefold.schedules.collectives.msccl import to_xml
     from fivefold.schedules.collectives.registry import check_primitive
 
     check_primitive(primitive)
     if not 1 <= ranks <= MOST:
         raise UserError(f"--ranks: {ranks} is not possible; must be at least 1 and at most {MOST}")
-    if draw is not None and algorithm(primitive, draw).switches and msccl:
-        raise UserError(f"--draw {draw}: MSCCL has no switch that adds; name another algorithm")
-    options.require_writable(svg=svg, html=html, msccl=msccl)
+    if draw is not None:
+        algorithm(primitive, draw)  # there is one of this name
+    options.require_writable(svg=svg, html=html)
     message, net = options.bytes_of("--size", size), read(topology, ranks)
     choices, refused = compare(primitive, net, message)
     found: dict[str, Any] = {"primitive": primitive, "ranks": ranks, "size": message, "topology": net.name}
     found["algorithms"], found["refused"] = [_row(choice) for choice in choices], refused
     lines = _collective_lines(choices, refused, net, primitive, message)
-    if draw is not None or svg or html or msccl:
-        name, pieces = _named(choices, refused, net, draw, msccl is not None)
-        program = to_xml(build(primitive, name, net.shape._replace(pieces=pieces)), message) if msccl else ""
+    if draw is not None or svg or html:
+        name, pieces = _named(choices, refused, net, draw)
         # a pipelined one is drawn in few pieces
         collective = build(primitive, name, net.shape._replace(pieces=min(pieces, 4)))
         if draw is not None:
@@ -198,21 +195,18 @@ def collectives(
             ends = [time_text(end) for end in simulate(collective, net, message).ends]
             note = f"{size_text(message)} on {net.name}, simulated."
             options.save_as("--html", html, page(name, "Collective", [player(collective, ends, note)]))
-        if msccl:
-            options.save_as("--msccl", msccl, program)
-        written = (("svg", svg), ("html", html), ("msccl", msccl))
+        written = (("svg", svg), ("html", html))
         found["pictures"] = {name: str(path) for name, path in written if path}
         lines += found["pictures"].values()
     print_json(found) if json else print("\n".join(lines))
 
 
 def _named(
-    choices: Sequence[Choice], refused: Mapping[str, str], net: Topology, draw: str | None, msccl: bool
+    choices: Sequence[Choice], refused: Mapping[str, str], net: Topology, draw: str | None
 ) -> tuple[str, int]:
-    """(name, pieces) of the algorithm of --draw, else of the fastest one. msccl: of those without a switch."""
+    """(name, pieces) of the algorithm of --draw, else of the fastest one."""
     if draw is None:
-        first = next(choice for choice in choices if not (msccl and choice.algorithm.switches))
-        return first.algorithm.name, first.pieces
+        return choices[0].algorithm.name, choices[0].pieces
     if "switch" in refused.get(draw, ""):
         raise UserError(f"--draw {draw}: it {refused[draw]}; '{net.name}' with {net.ranks} ranks has none")
     return draw, next((choice.pieces for choice in choices if choice.algorithm.name == draw), 1)
