@@ -37,7 +37,6 @@ RATES = {
     "adamw8bit": (2.5e-3,),
     "sophia": (5e-4, 1e-3),
     "sophia_gnb": (5e-4,),
-    "sophia_hutchinson": (5e-4,),
     "nadam": (2.5e-3,),
     "radam": (2.5e-3,),
     "adamsage": (2.5e-3,),
@@ -50,12 +49,7 @@ RATES = {
 }
 """Learning rates to try. Weight decay that is added to the gradient is off (COUPLED)."""
 COUPLED = {"sgd", "momentum", "nesterov", "adagrad", "rmsprop", "adam", "radam", "nadam"}
-NAMED = {
-    "sophia_gnb": ["optim.name=sophia", "optim.estimator=gnb"],
-    "sophia_hutchinson": [  # with the gamma of the paper's Sophia-H
-        "optim.name=sophia", "optim.estimator=hutchinson", "optim.gamma=0.01", "precision.mode=fp32",
-    ],
-}  # fmt: skip
+NAMED = {"sophia_gnb": ["optim.name=sophia", "optim.estimator=gnb"]}
 """Rows that are more than a name of the registry."""
 CHECKS = 20  # validations per run
 

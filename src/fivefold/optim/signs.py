@@ -1,18 +1,17 @@
 """Steps whose elements are limited to the learning rate: Lion (arXiv 2302.06675) and Sophia (arXiv 2305.14342).
 
-Sophia divides momentum by an estimate of the Hessian's diagonal. The paper's estimators need a further forward and
-backward every few steps: of labels that the model draws (Gauss-Newton-Bartlett), or for a Hessian-vector product
-(Hutchinson). step/curvature.py computes them. The empirical Fisher, which the paper compares, is tokens x g^2 of the
-step's own gradient with the true labels: it needs no further pass.
+Sophia divides momentum by an estimate of the Hessian's diagonal. That of its published code (Gauss-Newton-Bartlett)
+needs a further forward and backward every few steps, with labels that the model draws: step/curvature.py computes it.
+The empirical Fisher, which the paper compares, is tokens x g^2 of the step's own gradient with the true labels: it
+needs no further pass.
 """
 
 from __future__ import annotations
 
 from fivefold.optim.card import OptimizerCard, OptimizerState, Tensor, Update
 
-FISHER, LABELS, HUTCHINSON = "fisher", "gnb", "hutchinson"
-PASSES = LABELS, HUTCHINSON
-"""The values of `optim.estimator`; those that take another forward and backward."""
+FISHER, LABELS = "fisher", "gnb"
+"""The values of `optim.estimator`. LABELS takes another forward and backward."""
 
 
 def lion(g: Tensor, states: dict[str, Tensor], u: Update) -> Tensor:

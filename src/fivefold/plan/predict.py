@@ -13,7 +13,7 @@ from fivefold.models.card import card_of, resolve_model
 from fivefold.models.recomputation import budget_of
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS, kept_in
-from fivefold.optim.signs import PASSES
+from fivefold.optim.signs import LABELS
 from fivefold.plan.cluster.clusters import of_gpu, parse
 from fivefold.plan.cluster.devices import Cluster, of_table
 from fivefold.plan.cluster.measured import load as load_table
@@ -332,7 +332,7 @@ def for_recipe(software: Software, recipe: Recipe) -> Software:
     """The software with a recipe's optimizer states and its dtype for sending gradients."""
     card, states = OPTIMIZERS[recipe.optim.name], dict[str, States]()
     every = recipe.optim.estimate_every or card.fields.get("estimate_every", 1)
-    passes = (recipe.optim.estimator in PASSES) / every
+    passes = (recipe.optim.estimator == LABELS) / every
     estimate = DTYPES[MASTER].bytes if passes else 0.0
     rounded = [state for state in card.states if state.dtype == MASTER]
     for name, plain in software.states.items():

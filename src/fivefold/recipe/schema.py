@@ -192,10 +192,9 @@ class OptimSection(Section):
     gamma: float | None = Field(default=None, gt=0)
     """Factor of the curvature: the smaller, the more elements move by the whole learning rate. `sophia` only. Unset:
     0.05."""
-    estimator: Literal["fisher", "gnb", "hutchinson"] | None = None
+    estimator: Literal["fisher", "gnb"] | None = None
     """Estimate of the curvature. `fisher`: from the step's own gradient. `gnb` (Gauss-Newton-Bartlett: of labels that
-    the model draws) and `hutchinson` (a Hessian-vector product) take another forward and backward. `sophia` only.
-    Unset: `fisher`."""
+    the model draws) takes another forward and backward. `sophia` only. Unset: `fisher`."""
     estimate_every: int | None = Field(default=None, ge=1, le=LARGEST)
     """Steps between estimates of the curvature. `sophia` only. Unset: 10."""
     basis_every: int | None = Field(default=None, ge=1, le=LARGEST)

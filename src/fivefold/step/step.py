@@ -27,7 +27,6 @@ from fivefold.models.section import ModelSection
 from fivefold.observe.faults import GROWTH, SECONDS, SHARED_EVERY, USUAL
 from fivefold.optim import learning_rate
 from fivefold.optim.scaling import clip_scale
-from fivefold.optim.signs import PASSES
 from fivefold.parallel.mesh import Mesh, Microbatch, Share
 from fivefold.parallel.replica import ends, gradient_square
 from fivefold.recipe import FaultsSection, OptimSection, Recipe
@@ -147,13 +146,10 @@ def take_step(
     assert recipe.train.steps, "a resolved recipe has steps"
     if state.grows:
         set_windows(state, recipe.model, recipe.model.ramped(state.step))
-    passes = recipe.optim.estimator in PASSES
-    complete = curvature.estimate(state, recipe, microbatches, forward_backward) if passes else None
+    curvature.estimate(state, recipe, microbatches, forward_backward)
     for replica in state.parallel.replicas if recipe.layout.early else ():
         replica.updater.expect(scheduled(state, recipe.optim, recipe.train.steps))
     share = forward_backward(state, microbatches, recipe.train.seed)
-    if complete is not None:
-        complete()
     tied = ends(state.parallel.replicas) if state.step < recipe.model.untie_step else []
     for embedding, output in tied:  # the norm counts their sum once
         embedding += output

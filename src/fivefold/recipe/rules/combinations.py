@@ -13,7 +13,7 @@ from fivefold.models.card import Contradiction, card_of, resolve_model
 from fivefold.models.recomputation import budget_of
 from fivefold.optim import DEFAULT, OPTIMIZERS, OUTER
 from fivefold.optim.card import factors
-from fivefold.optim.signs import HUTCHINSON, PASSES
+from fivefold.optim.signs import LABELS
 from fivefold.precision import FIELDS, MASTER, PRECISIONS, Mode
 from fivefold.recipe.messages import short, toml_value
 from fivefold.recipe.schema import Sections
@@ -103,7 +103,7 @@ REFUSED = (
             "its estimate goes by the tokens of a batch of one size",
             'train.batch_ramp = "", or optim.name = "adamw"'),
     *(
-        Refused("optim.estimator", other, lambda r, wrong=wrong: r.optim.estimator in PASSES and wrong(r), why, nearest)
+        Refused("optim.estimator", other, lambda r, wrong=wrong: r.optim.estimator == LABELS and wrong(r), why, nearest)
         for other, wrong, why, nearest in (
             ("sync.method", _servers, OWN_STEPS, NO_SERVERS),
             ("layout.offload", _streams, "its update runs beside the next step", f'offload = "{NOT_OFFLOADED}"'),
@@ -112,8 +112,6 @@ REFUSED = (
             ("layout.zeropp", lambda r: r.layout.zeropp != NONE,
              "its messages round the two gradients differently", f'zeropp = "{NONE}"'),
             ("precision.mode", lambda r: _mode(r).rounds, "an estimate needs fp32 masters", 'mode = "bf16"'),
-            ("precision.mode", lambda r: r.optim.estimator == HUTCHINSON and not _mode(r).exact,
-             "the difference of two gradients is smaller than their rounding", 'mode = "fp32"'),
             ("model.arch", lambda r: card_of(r.model).has_experts,
              "experts that get other tokens change the loss by steps", 'arch = "llama"'),
             ("observe.noise_scale", lambda r: r.observe.noise_scale, "it counts every gradient of a step", NOISELESS),
@@ -148,7 +146,7 @@ REFUSED = (
             ("layout.offload", _streams, "their gradients leave the device", f'offload = "{NOT_OFFLOADED}"'),
             ("sync.method", _servers, OWN_STEPS, NO_SERVERS),
             ("sync.method", _replica_groups, "outer steps take the two apart", NO_SERVERS),
-            ("optim.estimator", lambda r: r.optim.estimator in PASSES, "it would estimate them apart",
+            ("optim.estimator", lambda r: r.optim.estimator == LABELS, "it would estimate them apart",
              f'optim.name = "{DEFAULT}"'),
             ("observe.noise_scale", lambda r: r.observe.noise_scale, "it counts both gradients", NOISELESS),
         )
