@@ -54,7 +54,6 @@ WITHOUT["all_but_muon"] = [
 ]
 ADDED = {
     "with_skips": ["model.skips=true"],
-    "untied_late": ["model.tie_embeddings=false", f"model.untie_step={2 * STEPS // 3}"],  # of STEPS
 }
 """What the recipe does not have, and how it would."""
 FORMS = ADDED | {name: [*EARLIER, *sets] for name, sets in WITHOUT.items()}

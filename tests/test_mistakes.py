@@ -164,10 +164,6 @@ def test_a_mistake_is_one_message_that_names_the_fix(
             "no step has model.sliding_window = 64. Shorten the ramp, or train longer",
         ),
         (
-            ["train.steps=50", "model.tie_embeddings=false", "model.untie_step=50"],
-            "model.untie_step = 50, and the run has 50 steps: the output layer stays the embedding",
-        ),
-        (
             ["train.steps=50", "checkpoint.every=100"],
             "only the end is saved, beside what is due by checkpoint.minutes",
         ),

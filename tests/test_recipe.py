@@ -68,6 +68,14 @@ def test_minimal(tmp_path: Path) -> None:
     assert recipe == Recipe(train=TrainSection(steps=3))
 
 
+def test_the_recipe_of_an_earlier_version(tmp_path: Path) -> None:
+    """A field that is gone may stand in it with the value by which it did nothing."""
+    recipe = load(write(tmp_path, "[train]\nsteps = 3\n[model]\nuntie_step = 0\n"))
+    assert recipe == Recipe(train=TrainSection(steps=3))
+    with pytest.raises(UserError, match=r"untie_step = 2: unknown key"):
+        load(write(tmp_path, "[train]\nsteps = 3\n[model]\nuntie_step = 2\n"))
+
+
 def test_toml_has_no_tuples_and_integers_may_stand_for_numbers(tmp_path: Path) -> None:
     recipe = load(write(tmp_path, "[train]\nsteps = 3\n[optim]\nlr = 1\nbetas = [0, 0.5]\n"))
     assert recipe.optim.lr == 1.0

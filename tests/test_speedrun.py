@@ -20,7 +20,6 @@ from fivefold.models.base import build
 from fivefold.models.card import card_of
 from fivefold.models.hf import hf_config
 from fivefold.models.speedrun.module import SquaredReLU
-from fivefold.parallel.mesh import Microbatch
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.memory.model_states import rank_elements
 from fivefold.plan.setting import FIVEFOLD, setting
@@ -28,7 +27,7 @@ from fivefold.plan.time.time import update
 from fivefold.recipe import change, load, resolve, resolve_model
 from fivefold.sharding.layout import Layout
 from fivefold.step.state import build_state
-from fivefold.step.step import set_windows, take_step
+from fivefold.step.step import set_windows
 from fivefold.train.verify import alone
 
 SPEEDRUN = ("model.arch=speedrun", "model.kv_heads=2", "model.ffn_dim=64")
@@ -258,65 +257,6 @@ def test_qk_clip_is_priced() -> None:
     assert (op.forward - plain.forward, op.backward) == (16 * (4 + 2) * 8 * 2, plain.backward)
     assert found[True, 1][1] == found[False, 1][1]
     assert 1.1 < found[True, 0][1] / found[False, 0][1] < 1.3
-
-
-LATE = ("model.kv_heads=2", "model.tie_embeddings=false", "model.untie_step=2")
-
-
-@only("dp=2,tp=2,zero=3-muon")
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=1", "dp=2,tp=2,zero=3", "tp=2,sp=true", "cp=2"])
-def test_untied_late(room: Path, layout: str, optimizer: str) -> None:
-    report = compared(tiny(room, layout, *LATE, f"optim.name={optimizer}"), folder=room / f"late {optimizer}")
-    assert report.passed, report
-
-
-@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor", "soap"])
-def test_the_output_layer_equals_the_embedding_until_then(room: Path, name: str) -> None:
-    """Losses, norms and weights of a tied model, then two weights of their own."""
-    found = {}
-    for tie, until in ((True, 0), (False, 2)):
-        sets = [f"model.tie_embeddings={str(tie).lower()}", f"model.untie_step={until}", f"optim.name={name}"]
-        recipe = resolve(tiny(room, "dp=1", "model.kv_heads=2", *sets), vocab_size=320)
-        state, steps = build_state(recipe, alone()), []
-        for step in range(3):
-            tokens = torch.randint(320, (2, 17), generator=torch.Generator().manual_seed(step))
-            done = take_step(
-                state, recipe, [Microbatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())]
-            )
-            weights = {n: w.clone() for r in state.parallel.replicas for n, w in r.masters.items()}
-            steps.append((done.loss, done.norm, weights))
-        found[tie] = steps
-    for (loss, norm, weights), (other, theirs, late) in zip(found[True][:2], found[False], strict=False):
-        assert (loss, norm) == (pytest.approx(other, rel=1e-6), pytest.approx(theirs, rel=1e-5))
-        assert torch.equal(late["embed.weight"], late["head.weight"])
-        torch.testing.assert_close(late["embed.weight"], weights["embed.weight"], rtol=1e-4, atol=1e-6)
-    assert not torch.equal(found[False][2][2]["embed.weight"], found[False][2][2]["head.weight"])
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ("model.tie_embeddings=true", "the output layer is the embedding in every step"),
-        ("model.freeze=embed*", "only one of the two is trained"),
-        ("layout.pp=2", "the two are on different ranks. Nearest valid: layout.pp = 1"),
-        ("layout.offload=states:disk", "their gradients leave the device"),
-        ("optim.name=sophia optim.estimator=gnb", "it would estimate them apart"),
-        ("observe.noise_scale=true", "it counts both gradients"),
-        ("model.base_dim=64", "mu-P gives the two different rates"),
-        ("optim.groups=head*:~lr=0.5", "it tells the two apart"),
-        ("train.init_from=runs/a", "the two need not be equal there"),
-        ("precision.mode=bf16_pure", "it rounds each at random"),
-        (
-            "sync.method=server sync.servers=1 layout.dp_replicate=2",
-            "workers and servers have steps of their own",
-        ),
-        ("sync.method=diloco sync.replica_groups=2 layout.dp_replicate=2", "outer steps take the two apart"),
-    ],
-)
-def test_what_cannot_be_untied_late(change: str, said: str) -> None:
-    with pytest.raises(UserError, match=f"untie_step = 2 is not supported with .*{said}"):
-        load("quickstart", [*LATE, *(one.replace("~", " ") for one in change.split())])
 
 
 RAMPED = (

@@ -167,15 +167,13 @@ def collectives(
     from fivefold.observe.collective_picture import player, to_svg, to_text
     from fivefold.observe.player import page
     from fivefold.plan.cluster.clusters import topology as read
-    from fivefold.schedules.collectives import algorithm, build
+    from fivefold.schedules.collectives import build
     from fivefold.schedules.collectives.cost import compare, simulate
     from fivefold.schedules.collectives.registry import check_primitive
 
     check_primitive(primitive)
     if not 1 <= ranks <= MOST:
         raise UserError(f"--ranks: {ranks} is not possible; must be at least 1 and at most {MOST}")
-    if draw is not None:
-        algorithm(primitive, draw)  # there is one of this name
     options.require_writable(svg=svg, html=html)
     message, net = options.bytes_of("--size", size), read(topology, ranks)
     choices, refused = compare(primitive, net, message)

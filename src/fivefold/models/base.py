@@ -27,7 +27,7 @@ from fivefold.models.ahead import Ahead, Further, loss_with_further
 from fivefold.models.layers import AddNorm, Output
 from fivefold.models.mup import into_residual, scales
 from fivefold.models.section import ModelSection
-from fivefold.sharding.parts import OUTPUT, TIED, Part, Shape, boxes, local_shape
+from fivefold.sharding.parts import Part, Shape, boxes, local_shape
 
 if TYPE_CHECKING:
     from fivefold.kernels.blockwise_attention import Documents
@@ -183,8 +183,6 @@ def init_box_(
     are spread over its heads (`_spread`). With `base_dim` all of them are those of a model of that width (and
     `base_layers`) times the factors of `mup.scales`.
     """
-    if name == OUTPUT and model.untie_step:
-        name = TIED
     factor, _ = scales(model, name, shape)
     if name.endswith(SPREAD):
         first, last = box[0]

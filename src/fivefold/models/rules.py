@@ -229,7 +229,6 @@ FREE = {
     "init_std",
     "zero_init",
     "window_ramp",
-    "untie_step",
     "depth",
     "base_dim",
     "base_layers",

@@ -100,9 +100,6 @@ class ModelSection(Section):
     """T: tokens per training sequence."""
     tie_embeddings: bool | None = None
     """The output layer shares the embedding's weight."""
-    untie_step: int = Field(default=0, ge=0, le=LARGEST)
-    """With an output layer of its own, which equals the embedding for so many steps: both start alike and get the sum
-    of their gradients, so they are tied at first and untied later (github.com/KellerJordan/modded-nanogpt)."""
     norm_eps: float | None = Field(default=None, gt=0)
     """Added to the variance in RMSNorm and LayerNorm."""
     rope_theta: float = _of("rotary", 10000.0, gt=0)

@@ -1,9 +1,8 @@
 """Steps whose elements are limited to the learning rate: Lion (arXiv 2302.06675) and Sophia (arXiv 2305.14342).
 
 Sophia divides momentum by an estimate of the Hessian's diagonal. That of its published code (Gauss-Newton-Bartlett)
-needs a further forward and backward every few steps, with labels that the model draws: step/curvature.py computes it.
-The empirical Fisher, which the paper compares, is tokens x g^2 of the step's own gradient with the true labels: it
-needs no further pass.
+needs a further forward and backward every few steps (step/curvature.py). The empirical Fisher, which the paper
+compares, needs none: it is tokens x g^2 of the step's own gradient, with the true labels.
 """
 
 from __future__ import annotations

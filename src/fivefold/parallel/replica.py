@@ -19,7 +19,7 @@ from fivefold.optim.scaling import Norms, sum_of_squares
 from fivefold.optim.updater import Updater
 from fivefold.parallel.mesh import Mesh
 from fivefold.sharding.matrices import Exchange, Hop, Route, exchanges, placed
-from fivefold.sharding.parts import OUTPUT, TIED, Part, local_shape, size_of
+from fivefold.sharding.parts import Part, local_shape, size_of
 
 
 class Replica:
@@ -154,11 +154,6 @@ class Frozen(Replica):
 
     def kept(self) -> dict[str, list[Tensor]]:
         return {"params": list(self.masters.values())}
-
-
-def ends(replicas: Iterable[Replica]) -> list[tuple[Tensor, Tensor]]:
-    """The gradients of embedding and output layer, of which a rank has the same rows."""
-    return [(each.gradients[TIED], each.gradients[OUTPUT]) for each in replicas if TIED in each.gradients]
 
 
 def gradient_square(replicas: Sequence[Replica], mesh: Mesh) -> Tensor:

@@ -69,7 +69,7 @@ class Mode:
     and one in fp32. Their difference is the rounding error of the mode itself, for each tensor. A layout has an error
     of the same size and another sign, so it may differ from fp32 a small factor as much (`differences.TIMES`). Errors
     of single numbers may cancel by chance; they may always reach `roundoff`. The mode without any rounding below fp32
-    (`exact`) has constants instead.
+    has constants instead.
     """
 
     name: str
@@ -112,12 +112,6 @@ class Mode:
         made of thousands of them, and the mean of 256 is as exact as bf16."""
         least = DTYPES["bf16"].bits
         return 2.0 ** -(least if self.kernel else max(least, DTYPES[self.rate].bits))
-
-    @property
-    def exact(self) -> bool:
-        """True if everything is in fp32."""
-        dtypes = {self.working, self.rate, self.master, self.gradient, self.state}
-        return dtypes == {MASTER} and not self.kernel
 
     @property
     def rounds(self) -> bool:

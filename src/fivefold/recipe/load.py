@@ -20,7 +20,7 @@ from fivefold.models.section import LARGEST
 from fivefold.recipe import dial, foreign, messages
 from fivefold.recipe.dial import dialled
 from fivefold.recipe.foreign.hugging_face import HERE, hf_model
-from fivefold.recipe.messages import KEYS, SECTIONS, none_unsets, plain_type, to_toml
+from fivefold.recipe.messages import KEYS, SECTIONS, none_unsets, plain_type, to_toml, without_gone
 from fivefold.recipe.rules import contradictions
 from fivefold.recipe.rules.texts import run_steps, steps_for
 from fivefold.recipe.schema import Sections
@@ -226,7 +226,7 @@ class _Draft:
     """Turns a parsed table into a `Recipe` and collects its errors."""
 
     def __init__(self, table: dict[str, Any], origins: dict[str, str]):
-        self.table = {key: dict(value) if isinstance(value, dict) else value for key, value in table.items()}
+        self.table = {key: without_gone(key, value) for key, value in table.items()}
         self.origins = origins  # key -> where it was written: a line, --set or --layout
         self.problems: list[Problem] = []
         self.wrong: set[str] = set()  # keys that have a problem of their own

@@ -30,6 +30,8 @@ KEYS: dict[str, FieldInfo] = {
     for section, cls in SECTIONS.items()
     for name, field in cls.model_fields.items()
 }
+GONE = (("model", "untie_step", 0),)
+"""Section, name and value of what runs of earlier versions name: no field any more, and nothing by this value."""
 
 ELSEWHERE = {
     "train.global_batch_size": "batch_size batch train_batch_size",
@@ -267,3 +269,9 @@ def toml_value(value: Any) -> str:
         return repr(value)
     except ValueError:  # Python writes no numbers of more than 4300 digits
         return f"a number of {value.bit_length()} bits"
+
+
+def without_gone(section: str, given: Any) -> Any:
+    """A copy of what a recipe has under this name, without the fields that are GONE."""
+    present = isinstance(given, dict)
+    return {n: value for n, value in given.items() if (section, n, value) not in GONE} if present else given

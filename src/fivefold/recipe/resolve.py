@@ -264,8 +264,6 @@ def warnings(recipe: Recipe) -> Iterator[str]:
         if (taken := sum(count for _, count in phases(text))) >= steps:
             lasts = f'{key} = "{text}" lasts {taken:,} steps, and the run has {steps:,}'
             yield f"{lasts}: no step has {full}. Shorten the ramp, or train longer"
-    if (late := recipe.model.untie_step) >= steps:
-        yield f"model.untie_step = {late:,}, and the run has {steps:,} steps: the output layer stays the embedding"
     if (profiled := profiled_steps(recipe.observe.profile_steps)) and profiled[-1] > steps:
         yield f"observe.profile_steps = {recipe.observe.profile_steps}: the run has {steps:,} steps"
     if (warmup := optim.warmup_steps or 0) > MOST_WARMUP * steps:

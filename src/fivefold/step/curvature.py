@@ -35,9 +35,8 @@ def due(optim: OptimSection, step: int) -> bool:
 def estimate(state: State, recipe: Recipe, microbatches: Sequence[Microbatch], compute: Compute) -> None:
     """Estimates the curvature for the update that follows, if it is due or no step has updated yet, because the first
     ones were skipped."""
-    optim, seed = recipe.optim, recipe.train.seed
-    fresh = not all(one.updater.begun for one in state.parallel.replicas)
-    if not (due(optim, state.step) or (fresh and optim.estimator == LABELS)):
+    seed = recipe.train.seed
+    if all(one.updater.begun for one in state.parallel.replicas) and not due(recipe.optim, state.step):
         return
     outputs = [m for stage in state.parallel.stages for m in stage.modules() if isinstance(m, Output)]
     if not outputs or state.functions.loss is not None:

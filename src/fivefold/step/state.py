@@ -274,10 +274,8 @@ def with_optimizer(
     counts, usual = (torch.zeros(*n, dtype=torch.float64, device=mesh.device) for n in ((2,), (2, 3)))
     state = State(parallel, mesh, counts, usual=usual, functions=functions)
     state.grows = recipe.model.ramped(0) > 0
-    if own is not None and (recipe.optim.qk_clip or state.grows or recipe.model.untie_step):
-        raise UserError(
-            "modules of your own have no optim.qk_clip, windows that grow or model.untie_step; leave them out"
-        )
+    if own is not None and (recipe.optim.qk_clip or state.grows):
+        raise UserError("modules of your own have no optim.qk_clip and no windows that grow; leave them out")
     if limit := recipe.optim.qk_clip:
         state.qk_clip = QKClip(limit, card_of(recipe.model), parallel.stages, parallel.replicas, mesh)
     if mode.scaled:

@@ -27,8 +27,9 @@ from fivefold.models.section import ModelSection
 from fivefold.observe.faults import GROWTH, SECONDS, SHARED_EVERY, USUAL
 from fivefold.optim import learning_rate
 from fivefold.optim.scaling import clip_scale
+from fivefold.optim.signs import LABELS
 from fivefold.parallel.mesh import Mesh, Microbatch, Share
-from fivefold.parallel.replica import ends, gradient_square
+from fivefold.parallel.replica import gradient_square
 from fivefold.recipe import FaultsSection, OptimSection, Recipe
 from fivefold.step import curvature
 from fivefold.step.state import State
@@ -146,14 +147,11 @@ def take_step(
     assert recipe.train.steps, "a resolved recipe has steps"
     if state.grows:
         set_windows(state, recipe.model, recipe.model.ramped(state.step))
-    curvature.estimate(state, recipe, microbatches, forward_backward)
+    if recipe.optim.estimator == LABELS:
+        curvature.estimate(state, recipe, microbatches, forward_backward)
     for replica in state.parallel.replicas if recipe.layout.early else ():
         replica.updater.expect(scheduled(state, recipe.optim, recipe.train.steps))
     share = forward_backward(state, microbatches, recipe.train.seed)
-    tied = ends(state.parallel.replicas) if state.step < recipe.model.untie_step else []
-    for embedding, output in tied:  # the norm counts their sum once
-        embedding += output
-        output.zero_()
     more = dict(inspect() or {})
     seconds = own_seconds(state.mesh.axis("all"), state.step)
     asks = STOP if stop_wanted() else SAVE if save_wanted() else 0.0
@@ -169,8 +167,6 @@ def take_step(
         loss, norm, asked, ruined = means.unbind()
     verdict = judge(state.usual, loss, norm, recipe.faults, ruined)
     state.usual = verdict.usual
-    for embedding, output in tied:
-        output.copy_(embedding)
     with span("update"):
         lr, diverging = update(state, recipe.optim, own_norm, verdict.skip, recipe.train.steps, verdict.bad)
     more |= {**verdict.figures, "nonfinite": diverging}

@@ -142,7 +142,6 @@ def identity(job: Job) -> dict[str, Any]:
     recipe = job.recipe
     facts: dict[str, Any] = {
         "model.seq_len": recipe.model.seq_len,
-        "model.untie_step": recipe.model.untie_step,
         "train.global_batch_size": recipe.train.global_batch_size,
         "train.batch_ramp": recipe.train.batch_ramp,
         "train.seed": recipe.train.seed,

@@ -207,8 +207,6 @@ def events(recipe: Recipe, steps: int, mode: str) -> Iterator[tuple[str, str]]:
     fields = [f"optim.{name}" for name in OPTIMIZERS[recipe.optim.name].fields]
     fields += [f"precision.{name}" for name in PRECISIONS[mode].fields]
     yield from ((key, str(EVERY)) for key in fields if key.endswith("_every"))
-    if recipe.model.untie_step >= steps:
-        yield "model.untie_step", str(EVERY)
     for key, text, _ in recipe.model.ramps:
         if text:
             yield key, toml_value("+".join(f"{value}:1" for value, _ in phases(text)))

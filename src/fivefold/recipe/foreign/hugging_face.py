@@ -16,7 +16,7 @@ NAME = "Hugging Face"
 
 LONGEST_CONTEXT = 2048
 """Tokens of a sequence that a Hugging Face model is trained on unless the recipe says more."""
-HERE = {"freeze", "dropout", "untie_step", "depth", "base_dim", "base_layers"}
+HERE = {"freeze", "dropout", "depth", "base_dim", "base_layers"}
 """Fields of `[model]` that say how a run trains, and stay with it."""
 TOKENS = 1 << 22
 """Tokens of a step: the batch of Llama 2 (arXiv 2307.09288)."""

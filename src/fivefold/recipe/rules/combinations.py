@@ -12,14 +12,12 @@ from typing import Any, NamedTuple
 from fivefold.models.card import Contradiction, card_of, resolve_model
 from fivefold.models.recomputation import budget_of
 from fivefold.optim import DEFAULT, OPTIMIZERS, OUTER
-from fivefold.optim.card import factors
 from fivefold.optim.signs import LABELS
 from fivefold.precision import FIELDS, MASTER, PRECISIONS, Mode
 from fivefold.recipe.messages import short, toml_value
 from fivefold.recipe.schema import Sections
 from fivefold.schedules.compression import NONE
 from fivefold.sharding.layout import Layout, largest, summing_groups
-from fivefold.sharding.parts import OUTPUT, TIED
 from fivefold.sharding.sync import SERVER
 from fivefold.sharding.tiers import NOT_OFFLOADED, OFFLOADS
 
@@ -127,28 +125,6 @@ REFUSED = (
             ("sync.method", _servers, OWN_STEPS, NO_SERVERS),
             ("layout.offload", _streams, "weights leave the device in their update", f'offload = "{NOT_OFFLOADED}"'),
             ("precision.mode", lambda r: _mode(r).rounds, "it scales fp32 masters", 'mode = "bf16"'),
-        )
-    ),
-    *(
-        Refused("model.untie_step", other, lambda r, wrong=wrong: r.model.untie_step > 0 and wrong(r), why, nearest)
-        for other, wrong, why, nearest in (
-            ("model.tie_embeddings", lambda r: bool(resolve_model(r.model, vocab_size=1).tie_embeddings),
-             "the output layer is the embedding in every step", "tie_embeddings = false"),
-            ("model.freeze", lambda r: bool(card_of(resolve_model(r.model, vocab_size=1)).frozen & {TIED, OUTPUT}),
-             "only one of the two is trained", "untie_step = 0"),
-            ("model.base_dim", lambda r: r.model.base_dim is not None, "mu-P gives the two different rates",
-             "untie_step = 0"),
-            ("optim.groups", lambda r: factors(r.optim.groups, TIED) != factors(r.optim.groups, OUTPUT),
-             "it tells the two apart", "untie_step = 0"),
-            ("train.init_from", lambda r: bool(r.train.init_from), "the two need not be equal there", "untie_step = 0"),
-            ("precision.mode", lambda r: _mode(r).rounds, "it rounds each at random", 'mode = "bf16"'),
-            ("layout.pp", lambda r: r.layout.pp > 1, "the two are on different ranks", "layout.pp = 1"),
-            ("layout.offload", _streams, "their gradients leave the device", f'offload = "{NOT_OFFLOADED}"'),
-            ("sync.method", _servers, OWN_STEPS, NO_SERVERS),
-            ("sync.method", _replica_groups, "outer steps take the two apart", NO_SERVERS),
-            ("optim.estimator", lambda r: r.optim.estimator == LABELS, "it would estimate them apart",
-             f'optim.name = "{DEFAULT}"'),
-            ("observe.noise_scale", lambda r: r.observe.noise_scale, "it counts both gradients", NOISELESS),
         )
     ),
     Refused("train.batch_ramp", "observe.noise_scale", lambda r: bool(r.train.batch_ramp and r.observe.noise_scale),
