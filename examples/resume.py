@@ -15,7 +15,7 @@ def losses(run: fivefold.Run) -> list[float]:
 
 
 def main() -> None:
-    own_source = f"data.source={Path(fivefold.__file__).parent / 'data'}"
+    own_source = f"data.source={Path(fivefold.__file__).parent / 'models'}"
     schedule = ["optim.schedule=constant", "optim.warmup_steps=5"]  # the same, however long the run is
     recipe = fivefold.load("quickstart", [*SMALL, *schedule, own_source, "train.steps=20"])
     longer = fivefold.change(recipe, ["train.steps=40"])

@@ -11,7 +11,7 @@ import fivefold
 
 
 def main(out: Path) -> None:
-    own_source = f"data.source={Path(fivefold.__file__).parent / 'data'}"
+    own_source = f"data.source={Path(fivefold.__file__).parent / 'models'}"
     small = ["model.layers=2", "model.dim=64", "model.heads=2", "model.seq_len=64", "data.tokenizer=bytes"]
     recipe = fivefold.load("quickstart", [*small, own_source, "train.steps=30"])
 

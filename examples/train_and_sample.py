@@ -25,4 +25,4 @@ def main(source: str) -> None:
 
 if __name__ == "__main__":
     # a part of Fivefold's own source, when you name nothing else
-    main(sys.argv[1] if len(sys.argv) > 1 else str(Path(fivefold.__file__).parent / "data"))
+    main(sys.argv[1] if len(sys.argv) > 1 else str(Path(fivefold.__file__).parent / "models"))
