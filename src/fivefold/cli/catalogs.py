@@ -193,8 +193,7 @@ def collectives(
             ends = [time_text(end) for end in simulate(collective, net, message).ends]
             note = f"{size_text(message)} on {net.name}, simulated."
             options.save_as("--html", html, page(name, "Collective", [player(collective, ends, note)]))
-        written = (("svg", svg), ("html", html))
-        found["pictures"] = {name: str(path) for name, path in written if path}
+        found["pictures"] = {kind: str(path) for kind, path in (("svg", svg), ("html", html)) if path}
         lines += found["pictures"].values()
     print_json(found) if json else print("\n".join(lines))
 

@@ -68,8 +68,7 @@ class Mode:
     layouts, because sums are cut elsewhere, so they are not compared with a constant. One process trains in the mode,
     and one in fp32. Their difference is the rounding error of the mode itself, for each tensor. A layout has an error
     of the same size and another sign, so it may differ from fp32 a small factor as much (`differences.TIMES`). Errors
-    of single numbers may cancel by chance; they may always reach `roundoff`. The mode without any rounding below fp32
-    has constants instead.
+    of single numbers may cancel by chance; they may always reach `roundoff`. fp32 has constants instead.
     """
 
     name: str

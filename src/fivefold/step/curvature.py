@@ -4,8 +4,7 @@ Gauss-Newton-Bartlett (algorithm 2): B g^2, where g is the mean gradient of the 
 model draws; B counts those of a full batch, also where data leaves some out, so prompts of conversations make the
 estimate larger. The output layer draws them in the forward that needs them (`kernels.cross_entropy.drawn`).
 
-It takes one forward and backward more, by the code of every step. Labels depend on (seed, step, place) alone, so every
-layout estimates the same.
+It takes one forward and backward more. Labels depend on (seed, step, place) alone, so all layouts estimate the same.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ def due(optim: OptimSection, step: int) -> bool:
 
 
 def estimate(state: State, recipe: Recipe, microbatches: Sequence[Microbatch], compute: Compute) -> None:
-    """Estimates the curvature for the update that follows, if it is due or no step has updated yet, because the first
-    ones were skipped."""
+    """Estimates the curvature for the next update, if it is due or no step has updated yet (the first were skipped)."""
     seed = recipe.train.seed
     if all(one.updater.begun for one in state.parallel.replicas) and not due(recipe.optim, state.step):
         return
@@ -52,10 +50,10 @@ def estimate(state: State, recipe: Recipe, microbatches: Sequence[Microbatch], c
         for output in outputs:
             output.drawing = None
     factor = 1.0 if state.loss_scale is None else 1 / state.loss_scale.factor
-    for replica in state.parallel.replicas:
-        if (rules := replica.updater.rules) is not None:
+    for each in state.parallel.replicas:
+        if (rules := each.updater.rules) is not None:
             rules.estimates = {
-                n: (g * factor).square_().mul_(rules.tokens) for n, g in replica.gradients.items()
+                n: (g * factor).square_().mul_(rules.tokens) for n, g in each.gradients.items()
             }
 
 

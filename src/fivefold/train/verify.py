@@ -185,7 +185,7 @@ def prepared(recipe: Recipe, layout: str | None, steps: int, mode: str) -> tuple
         )
     for key, value in events(recipe, steps, mode):
         changes.append(f"{key}={value}")
-        notes.append(f"{key} = {value} here, so that the compared steps contain it")
+        notes.append(f"{key} = {value} here, because few steps are compared")
     if recipe.train.steps and recipe.train.steps < steps:
         changes.append(f"train.steps={steps}")
     exact, inexact = change(recipe, changes, layout), list[str]()
@@ -201,12 +201,16 @@ def prepared(recipe: Recipe, layout: str | None, steps: int, mode: str) -> tuple
 
 
 def events(recipe: Recipe, steps: int, mode: str) -> Iterator[tuple[str, str]]:
-    """(key, value) of the fields that say when something happens, where the compared steps would not contain it."""
+    """(key, value) of the fields that say when something happens, where the compared steps would not contain it. The
+    factor of the loss grows in them to the recipe's: beyond, one order of a sum may overflow where another does not."""
     if steps <= EVERY:
         return
     fields = [f"optim.{name}" for name in OPTIMIZERS[recipe.optim.name].fields]
     fields += [f"precision.{name}" for name in PRECISIONS[mode].fields]
     yield from ((key, str(EVERY)) for key in fields if key.endswith("_every"))
+    if PRECISIONS[mode].scaled:
+        usual = (recipe if recipe.precision.mode == mode else PLAIN).precision.loss_scale
+        yield "precision.loss_scale", str(max(1.0, usual / 2 ** ((steps - 1) // EVERY)))
     for key, text, _ in recipe.model.ramps:
         if text:
             yield key, toml_value("+".join(f"{value}:1" for value, _ in phases(text)))
