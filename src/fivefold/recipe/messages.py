@@ -32,7 +32,6 @@ KEYS: dict[str, FieldInfo] = {
 }
 GONE = (("model", "untie_step", 0),)
 """Section, name and value of what runs of earlier versions name: no field any more, and nothing by this value."""
-
 ELSEWHERE = {
     "train.global_batch_size": "batch_size batch train_batch_size",
     "train.steps": "max_steps max_iters iterations",

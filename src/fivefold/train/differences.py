@@ -44,6 +44,7 @@ TOLERANCE = {
     "auxiliary": 1e-5, "validation": 1e-6, "copies": 0.0,
 }  # fmt: skip
 SCALARS = ("loss", "grad_norm", "auxiliary", "validation")
+LOSSES = {"loss", "validation"}  # the same number of other tokens
 TIMES = 3.0  # tensor and sequence parallelism round elsewhere: up to 1.7 in tensors of 32 elements
 FIRST, AFTER, END = "first", "after-", "end"
 """Folders of a side: the first gradient; the state after step N, where one follows the other; after the last."""
@@ -97,7 +98,7 @@ class Limits:
             # Elements have their own reach
             wide = 0.0 if kind in ("weights", "moments") else self.found.get(key, 0.0)
             return Figure(abs(rel), where, max(TOLERANCE[kind], TIMES * wide))
-        alike = [other for (one, _), other in self.own.items() if one == kind]
+        alike = [other for (one, _), other in self.own.items() if one == kind or {one, kind} == LOSSES]
         if kind in SCALARS:  # a single number may be right by chance
             return Figure(rel, where, max(PRECISIONS[self.mode].roundoff, TIMES * max(alike)))
         if kind == "gradient_scale":
