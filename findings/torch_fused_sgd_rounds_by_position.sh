@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Guess: SGD updates each number by itself, so a number's new value does not depend on how long its tensor is: half of a
-# vector, updated alone, has the bits of that half of the whole vector. Sharded optimizers rely on it.
+# Guess: SGD updates each number by itself, so a number's new value does not depend on how long its tensor is: the
+# beginning of a vector, updated alone, has the bits that it has in the whole vector. Sharded optimizers rely on it.
 # Versions: torch 2.13.0 (CPU build), Python 3.11, Linux, x86-64 with AVX2 or AVX-512.
 # Behaviour: the fused kernel of torch.optim.SGD updates eight numbers and more at once, and the last few of a tensor
 # whose length is no multiple of eight by other instructions, which round otherwise. So in fp32 some of these numbers

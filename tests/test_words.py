@@ -120,6 +120,14 @@ def test_the_launcher_has_the_words_at_once(tmp_path: Path, act: Any, kind: str)
     assert launched.said == ""
 
 
+def test_of_ranks_that_lost_each_other_the_first_is_named(tmp_path: Path) -> None:
+    for rank, moment in ((0, 11.0), (1, 10.0)):
+        (tmp_path / f"lost-{rank}").write_text(f"rank {rank} lost another rank")
+        os.utime(tmp_path / f"lost-{rank}", (moment, moment))
+    failure = verdict.judge(tmp_path, {0: (12.0, verdict.FAILED), 1: (12.0, verdict.FAILED)}, set(), False)
+    assert (failure.rank, failure.text) == (1, "rank 1 lost another rank")
+
+
 # Another launcher: its ranks end by themselves
 
 

@@ -165,12 +165,12 @@ def judge(
             rank = min(errors)
             text, _, held = errors[rank].rpartition("\n") if kind == "exhausted" else (errors[rank], "", "")
             return Failure(rank, kind, text, held)
-    first: list[tuple[float, int, str]] = []
+    spoken: list[tuple[float, int, str]] = []
     said = {kind: read(folder, kind) for kind in ("busy", "hung", "failed", "lost")}
-    for kind in ("busy", "hung", "failed"):
-        first += [((folder / f"{kind}-{rank}").stat().st_mtime, rank, kind) for rank in said[kind]]
-    spoke = {rank for texts in said.values() for rank in texts}
-    spoke |= read(folder, "done").keys() | read(folder, "stopped").keys()
+    for kind, texts in said.items():
+        spoken += [((folder / f"{kind}-{rank}").stat().st_mtime, rank, kind) for rank in texts]
+    first = [one for one in spoken if one[2] != "lost"]
+    spoke = {rank for _, rank, _ in spoken} | read(folder, "done").keys() | read(folder, "stopped").keys()
     for rank, (at, code) in ended.items():
         # Asking a rank for its stacks may end it, if a thread of it ends just then (CPython issue 116008)
         asked = bool(said["hung"]) and code == -signal.SIGSEGV
@@ -179,8 +179,8 @@ def judge(
             at -= SOONER_S if code < 0 and code != -signal.SIGABRT else 0
             first.append((at, rank, "killed" if code < 0 else "ended"))
     if not first:
-        if said["lost"]:  # the first is nearest to the cause
-            rank = min(said["lost"], key=lambda one: (folder / f"lost-{one}").stat().st_mtime)
+        if spoken:  # they lost each other; the first is nearest to the cause
+            _, rank, _ = min(spoken)
             return Failure(rank, "lost", said["lost"][rank])
         rank = min(killed)
         return Failure(rank, "ended", f"rank {rank} did not end by itself, and was killed")

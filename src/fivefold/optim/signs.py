@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from fivefold.optim.card import OptimizerCard, OptimizerState, Tensor, Update
 
-FISHER, LABELS = "fisher", "gnb"
-"""The values of `optim.estimator`. LABELS takes another forward and backward."""
+FISHER, LABELS = "fisher", "gnb"  # of `optim.estimator`; LABELS takes another forward and backward
 
 
 def lion(g: Tensor, states: dict[str, Tensor], u: Update) -> Tensor:

@@ -202,7 +202,7 @@ def prepared(recipe: Recipe, layout: str | None, steps: int, mode: str) -> tuple
 
 def events(recipe: Recipe, steps: int, mode: str) -> Iterator[tuple[str, str]]:
     """(key, value) of the fields that say when something happens, where the compared steps would not contain it. The
-    factor of the loss grows in them to the recipe's: beyond, one order of a sum may overflow where another does not."""
+    factor of the loss never exceeds the recipe's: there one order of a sum may overflow where another does not."""
     if steps <= EVERY:
         return
     fields = [f"optim.{name}" for name in OPTIMIZERS[recipe.optim.name].fields]
@@ -210,7 +210,8 @@ def events(recipe: Recipe, steps: int, mode: str) -> Iterator[tuple[str, str]]:
     yield from ((key, str(EVERY)) for key in fields if key.endswith("_every"))
     if PRECISIONS[mode].scaled:
         usual = (recipe if recipe.precision.mode == mode else PLAIN).precision.loss_scale
-        yield "precision.loss_scale", str(max(1.0, usual / 2 ** ((steps - 1) // EVERY)))
+        doublings = (steps + len(ramp(recipe.train)) + 1) // EVERY  # with the steps that `sizes` adds
+        yield "precision.loss_scale", str(max(1.0, usual / 2**doublings))
     for key, text, _ in recipe.model.ramps:
         if text:
             yield key, toml_value("+".join(f"{value}:1" for value, _ in phases(text)))
