@@ -27,14 +27,14 @@ from typing import Any
 
 import torch
 
-from fivefold.bench.hardware import SHAPES, encoding
+from fivefold_plan.bench.hardware import SHAPES, encoding
 from fivefold.data import prepare
 from fivefold.host.machine import describe
 from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
-from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.messages import volume
-from fivefold.plan.setting import FIVEFOLD_CPU, setting
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.messages import volume
+from fivefold_plan.setting import FIVEFOLD_CPU, setting
 from fivefold.recipe import Recipe, expected_vocab_size, load, resolve
 from fivefold.sharding.layout import Layout
 from fivefold.train.job import Job

@@ -77,7 +77,7 @@ def measured(text: str, axis: Any) -> dict[str, float]:
     import torch
 
     from fivefold.comm.compress import compressed_sum
-    from fivefold.plan.messages.volume import SENT
+    from fivefold_plan.messages.volume import SENT
     from fivefold.schedules.compression import compressor
 
     compress = compressor(text)

@@ -37,7 +37,7 @@ def step(shape: str, size: int) -> None:
     """One microbatch of random tokens in a step, without documents, on one GPU."""
     from torch.profiler import ProfilerActivity, profile
 
-    from fivefold.bench.gpu import plain, trials
+    from fivefold_plan.bench.gpu import plain, trials
     from fivefold.host.machine import let_segments_grow
     from fivefold.launch.ranks import Ranks
     from fivefold.step.state import build_state

@@ -242,8 +242,8 @@ def left_host() -> int:
 
 def planned(found: dict[str, Any]) -> dict[str, Any]:
     """Adds what the planner predicts for each layout on these hosts: seconds of a step, and bytes that leave one."""
-    from fivefold.plan.cluster.clusters import parse
-    from fivefold.plan.predict import predict
+    from fivefold_plan.cluster.clusters import parse
+    from fivefold_plan.predict import predict
 
     lines = [
         'base = "local"',
@@ -266,8 +266,8 @@ def planned(found: dict[str, Any]) -> dict[str, Any]:
 
 def planned_bytes(plan: Any, local: int) -> float:
     """Bytes that leave the first host in a step: the planner's messages, each by its algorithm or by gloo's."""
-    from fivefold.plan.messages import volume
-    from fivefold.plan.messages.communication import GLOO, on_hosts, summed_by
+    from fivefold_plan.messages import volume
+    from fivefold_plan.messages.communication import GLOO, on_hosts, summed_by
     from fivefold.schedules.collectives import ALGORITHMS, build, shape_of
     from fivefold.schedules.collectives.cost import simulate
     from fivefold.sharding.layout import index_in

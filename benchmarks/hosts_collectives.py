@@ -45,7 +45,7 @@ def predicted(found: dict[str, Any]) -> dict[str, Any]:
     from planner.host_links import links_of, simulate
     from planner.host_messages import fitted
 
-    from fivefold.bench.collectives import collectives
+    from fivefold_plan.bench.collectives import collectives
 
     hosts, local = found["hosts"], found["ranks"]
     fit = fitted(found["messages"], local, machine=hosts * local)

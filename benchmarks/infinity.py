@@ -170,7 +170,7 @@ def work(args: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from fivefold.bench.hardware import bandwidth
+    from fivefold_plan.bench.hardware import bandwidth
     from fivefold.host.machine import keep_freed_memory, keep_little_memory
     from fivefold.launch import ranks as ranks_
     from fivefold.parallel.mesh import Microbatch

@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker == "disk":
-        from fivefold.bench.hardware import bandwidth
+        from fivefold_plan.bench.hardware import bandwidth
 
         return print(json.dumps(bandwidth(args.dir, int(1.5 * (args.limit_mib << 20)))))
     if args.worker:
@@ -107,12 +107,12 @@ def compared(
 
 
 def planned(args: argparse.Namespace, parts: list[float], disk: dict[str, float], offload: str) -> float:
-    from fivefold.plan.cluster.clusters import parse
-    from fivefold.plan.cluster.devices import Storage
-    from fivefold.plan.memory.model_states import rank_elements
-    from fivefold.plan.predict import resolved
-    from fivefold.plan.setting import setting
-    from fivefold.plan.time import offload as prices
+    from fivefold_plan.cluster.clusters import parse
+    from fivefold_plan.cluster.devices import Storage
+    from fivefold_plan.memory.model_states import rank_elements
+    from fivefold_plan.predict import resolved
+    from fivefold_plan.setting import setting
+    from fivefold_plan.time import offload as prices
 
     recipe = resolved(recipe_of(args, offload))
     layout = Layout.from_recipe(recipe.layout)

@@ -31,7 +31,7 @@ from fivefold.kernels import blockwise_attention
 from fivefold.models.base import LanguageModel, build
 from fivefold.parallel import recompute
 from fivefold.recipe import load, resolve
-from fivefold.trace.memory import Tracker
+from fivefold_plan.trace.memory import Tracker
 
 VARIANTS = ("none", "selective", "ops:attention+gate", "ops:attention+gate+norm", "full")
 WARM_UP = 2

@@ -17,7 +17,7 @@ from typing import Any
 
 from fivefold.cli.main import main as fivefold
 from fivefold.files import write_atomically
-from fivefold.plan.advice.scaling import results
+from fivefold_plan.advice.scaling import results
 from fivefold.recipe.sweep import read
 
 RESULTS = Path(__file__).parent / "results" / "scaling.json"

@@ -76,7 +76,7 @@ def main() -> None:
 
 def matmul(dtype: str) -> float:
     """FLOP/s of square matmuls on all cores, measured now."""
-    from fivefold.bench.peak import measure_apart
+    from fivefold.train.peak import measure_apart
 
     return measure_apart(dtype, len(os.sched_getaffinity(0)))["rate"]
 

@@ -127,7 +127,7 @@ def steps(recipe: Any, ranks: Any) -> dict[str, Any]:
     from fivefold.parallel.mesh import Microbatch
     from fivefold.step.state import build_state
     from fivefold.step.step import take_step
-    from fivefold.trace.traffic import Collectives
+    from fivefold_plan.trace.traffic import Collectives
 
     state = build_state(recipe, ranks)
     generator = torch.Generator().manual_seed(ranks.rank)
@@ -160,11 +160,11 @@ def planned_messages(
     recipe: Any, ranks: Any, counted: dict[tuple[str, str], tuple[int, int]]
 ) -> tuple[dict[tuple[str, str], tuple[int, int]], float, float]:
     """The planner's messages of this rank. Of the counted ones, the bytes that leave a host, and Psi between nodes."""
-    from fivefold.plan.cluster.clusters import parse
-    from fivefold.plan.messages import volume
-    from fivefold.plan.messages.communication import group
-    from fivefold.plan.predict import predict
-    from fivefold.plan.setting import FIVEFOLD_CPU
+    from fivefold_plan.cluster.clusters import parse
+    from fivefold_plan.messages import volume
+    from fivefold_plan.messages.communication import group
+    from fivefold_plan.predict import predict
+    from fivefold_plan.setting import FIVEFOLD_CPU
     from fivefold.recipe import count_parameters
 
     cluster = replace(parse("h100"), per_node=ranks.local_world)

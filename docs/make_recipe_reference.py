@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from fivefold.recipe import explain, load
-from fivefold.recipe.foreign import KINDS, tables
+from fivefold_plan.foreign import KINDS, tables
 from fivefold.recipe.messages import KEYS, SECTIONS, allowed, entry_type, toml_value
 
 PAGE = Path(__file__).with_name("recipes.md")

@@ -26,8 +26,8 @@ from fivefold.step import step
 from fivefold.step.state import State
 from fivefold.step.step import own_seconds
 from fivefold.step.validation import ValidationSet, validate
-from fivefold.trace.fake import Fake
-from fivefold.trace.step import DEVICE, probe, trace
+from fivefold_plan.trace.fake import Fake
+from fivefold_plan.trace.step import DEVICE, probe, trace
 from fivefold.train import saver
 from fivefold.train.evaluate import Request, score
 from fivefold.train.faults import weights_fault

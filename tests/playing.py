@@ -14,7 +14,7 @@ from typing import Any
 from observe_browser import Browser
 from patience import PATIENCE
 
-from fivefold.play.server import ADDRESS, Guard, Server, listen, make_app
+from fivefold_play.server import ADDRESS, Guard, Server, listen, make_app
 
 TOKEN = "a-token-of-the-tests"
 IDLE = "document.querySelector('.panel') && !document.querySelector('.panel[aria-busy]')"

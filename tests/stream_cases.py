@@ -28,9 +28,9 @@ from fivefold.comm.axis import ALONE, Axis
 from fivefold.models.mixture import Assignment
 from fivefold.parallel.expert import AllToAll
 from fivefold.sharding.layout import Layout
-from fivefold.trace.fake import FakeMode
-from fivefold.trace.races import Races
-from fivefold.trace.step import DEVICE, Creating, Probe, a_gpu, one_of
+from fivefold_plan.trace.fake import FakeMode
+from fivefold_plan.trace.races import Races
+from fivefold_plan.trace.step import DEVICE, Creating, Probe, a_gpu, one_of
 
 STATE: Any = SimpleNamespace(
     mesh=SimpleNamespace(device=DEVICE, layout=Layout(), axis=lambda name: ALONE),

@@ -22,11 +22,11 @@ from fivefold.errors import CommunicationError, UserError
 from fivefold.host import tables
 from fivefold.launch.ranks import Ranks
 from fivefold.parallel.mesh import Mesh
-from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.memory import memory
-from fivefold.plan.messages import communication, volume
-from fivefold.plan.messages.communication import Group
-from fivefold.plan.predict import predict
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.memory import memory
+from fivefold_plan.messages import communication, volume
+from fivefold_plan.messages.communication import Group
+from fivefold_plan.predict import predict
 from fivefold.recipe import change, load, resolve
 from fivefold.recipe.rules.combinations import notes
 from fivefold.schedules.collectives import ALGORITHMS, shape_of
@@ -34,7 +34,7 @@ from fivefold.schedules.collectives.collective import messages_of
 from fivefold.schedules.collectives.registry import ALL_REDUCES, algorithm_problem, chosen, fastest, resolved
 from fivefold.sharding.layout import Layout, on_node, summing_groups
 from fivefold.sharding.layout import parse as parse_layout
-from fivefold.trace.step import trace
+from fivefold_plan.trace.step import trace
 from fivefold.train.verify import compute
 
 CPU = torch.device("cpu")

@@ -12,9 +12,9 @@ from message_order import group_halts, renamed
 
 from fivefold.errors import UserError
 from fivefold.observe.collective_picture import shares, to_svg, to_text
-from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.messages.volume import counted
-from fivefold.plan.predict import predict
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.messages.volume import counted
+from fivefold_plan.predict import predict
 from fivefold.recipe import load, resolve
 from fivefold.schedules.collectives import (
     ALGORITHMS,

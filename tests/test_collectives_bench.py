@@ -10,9 +10,9 @@ import host_messages
 import pytest
 from host_links import HostLinks
 
-from fivefold.bench.collectives import fastest, fitted
+from fivefold_plan.bench.collectives import fastest, fitted
 from fivefold.cli.main import main
-from fivefold.plan.cluster.clusters import of_fit
+from fivefold_plan.cluster.clusters import of_fit
 from fivefold.schedules.collectives import Collective, Move, Wire, build, shape_of
 from fivefold.schedules.collectives.cost import simulate
 

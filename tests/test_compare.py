@@ -24,9 +24,9 @@ from fivefold.observe.compare import (
     text,
 )
 from fivefold.observe.summary import summarize
-from fivefold.plan.advice.scaling import results
-from fivefold.plan.pages.sweep import view
-from fivefold.play import recorded
+from fivefold_plan.advice.scaling import results
+from fivefold_plan.pages.sweep import view
+from fivefold_play import recorded
 from fivefold.recipe import flops_per_token, load
 from fivefold.recipe.sweep import FINISHED, Row, Sweep
 

@@ -30,8 +30,8 @@ from fivefold.recipe import Recipe
 from fivefold.schedules.chunks import actions
 from fivefold.sharding.layout import Layout
 from fivefold.step.state import State
-from fivefold.trace.fake import CPU
-from fivefold.trace.step import one_of
+from fivefold_plan.trace.fake import CPU
+from fivefold_plan.trace.step import one_of
 
 CASES = [
     ("llama", "tp=2"), ("llama", "tp=2,sp=true"), ("llama", "tp=2,sp=true,sp_regather=true"),

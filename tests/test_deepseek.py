@@ -25,10 +25,10 @@ from fivefold.models.hf import from_hf_config, hf_config, to_hf
 from fivefold.models.layers import rope_table
 from fivefold.models.mixture import best_groups
 from fivefold.models.section import ModelSection
-from fivefold.plan.messages import volume
+from fivefold_plan.messages import volume
 from fivefold.recipe import active_parameters, count_parameters, load, resolve_model
 from fivefold.sharding.layout import to_text
-from fivefold.trace.depth import exact
+from fivefold_plan.trace.depth import exact
 
 ODD = {
     "query_rank": 20, "kv_rank": 12, "nope_dim": 7, "rope_dim": 4, "value_dim": 5, "experts": 8, "experts_per_token": 3,

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from fivefold.cli.draw import offloaded
+from fivefold_plan.commands.draw import offloaded
 from fivefold.cli.main import main
 from fivefold.kernels.tiling import Tiling
 from fivefold.observe import layout_picture, timelines
 from fivefold.observe.layout_picture import COLORS, holding, to_svg, to_text
 from fivefold.parallel.mesh import divided
-from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.predict import predict
-from fivefold.plan.time.offload import ways
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.predict import predict
+from fivefold_plan.time.offload import ways
 from fivefold.recipe import count_parameters, load, resolve
 from fivefold.schedules.priority import Layer, Line, Simulation
 from fivefold.sharding.layout import Layout, equation

@@ -31,8 +31,8 @@ from fivefold.launch import ranks as ranks_
 from fivefold.launch.local import Attempt, Outcome, launch
 from fivefold.launch.ranks import Ranks
 from fivefold.launch.verdict import Interrupt
-from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.predict import predict
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.predict import predict
 from fivefold.recipe import Recipe, change, load, microbatches_per_step, resolve
 from fivefold.recipe.resolve import nearest_layout
 from fivefold.recipe.rules.combinations import notes

@@ -24,9 +24,9 @@ from fivefold.models.layers import SwiGLU
 from fivefold.models.mixture import Assignment, Experts, grouped_linear
 from fivefold.parallel.expert import AllToAll, Transfer, Turns
 from fivefold.parallel.mesh import Mesh
-from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.messages import volume
-from fivefold.plan.setting import setting
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.messages import volume
+from fivefold_plan.setting import setting
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.schedules.pipeline import build
 from fivefold.sharding.layout import Layout

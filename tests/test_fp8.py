@@ -32,7 +32,7 @@ from fivefold.models.card import card_of
 from fivefold.models.mixture import grouped_linear
 from fivefold.parallel import parallelize as parallelize_
 from fivefold.parallel.parallelize import rounded_layers
-from fivefold.plan.messages import volume
+from fivefold_plan.messages import volume
 from fivefold.precision import PRECISIONS
 from fivefold.precision.formats import FORMATS, Format
 from fivefold.precision.fp8 import SCALINGS, row_bytes

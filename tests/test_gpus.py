@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from fivefold.bench.gpu.trials import PARTS
+from fivefold_plan.bench.gpu.trials import PARTS
 from fivefold.cli.main import app
 from fivefold.errors import UserError
 from fivefold.host import gpus

@@ -14,7 +14,7 @@ import pytest
 import fivefold
 from fivefold.kernels import sizes
 from fivefold.models.operations import Sizes
-from fivefold.plan import setting
+from fivefold_plan import setting
 from fivefold.recipe import load, resolve
 
 SRC = Path(fivefold.__file__).parent

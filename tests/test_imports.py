@@ -188,7 +188,7 @@ def test_light_files_are_there() -> None:
         ("import fivefold.optim, fivefold.precision", ["torch", "numpy", "pydantic"]),
         ("import fivefold.schedules.pipeline", ["torch", "numpy", "pydantic"]),
         (
-            "import fivefold.plan.search.search, fivefold.plan.advice.explain",
+            "import fivefold_plan.search.search, fivefold_plan.advice.explain",
             ["torch", "numpy", "typer", "rich"],
         ),
         ("import fivefold.kernels.sizes", ["torch", "numpy"]),

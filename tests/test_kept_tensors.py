@@ -9,10 +9,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fivefold.kernels import native
 from fivefold.kernels.blockwise_attention import qkv_attention
-from fivefold.trace.blocks import Block, Kept, _keep, outside_graphs
-from fivefold.trace.compiled import Compiler
-from fivefold.trace.fake import FakeMode
-from fivefold.trace.memory import Tracker
+from fivefold_plan.trace.blocks import Block, Kept, _keep, outside_graphs
+from fivefold_plan.trace.compiled import Compiler
+from fivefold_plan.trace.fake import FakeMode
+from fivefold_plan.trace.memory import Tracker
 
 aten = torch.ops.aten
 SIZE = 400

@@ -13,7 +13,7 @@ from fivefold.kernels import cross_entropy, elementwise, matmul, native, partial
 from fivefold.kernels.blockwise_attention import qkv_attention
 from fivefold.kernels.matmul import linear_cross_entropy, widened
 from fivefold.models.mixture import grouped_linear
-from fivefold.trace.memory import Tracker
+from fivefold_plan.trace.memory import Tracker
 
 # bf16 keeps 8 bits: an operation rounds by up to 2^-9, and the longest chain here (PyTorch's own attention with
 # grouped queries: scores, probabilities, their gradients, a sum over heads) rounds about ten times.

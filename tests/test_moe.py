@@ -30,8 +30,8 @@ from fivefold.models.mixture import (
 from fivefold.models.moe.module import Model as MoE
 from fivefold.observe.metrics import read_metrics
 from fivefold.parallel import recompute
-from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.setting import setting
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.setting import setting
 from fivefold.recipe import (
     ModelSection,
     Recipe,

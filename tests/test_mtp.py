@@ -29,13 +29,13 @@ from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
 from fivefold.models.section import ModelSection
 from fivefold.parallel.mesh import divided
 from fivefold.parallel.parallelize import rounded_blocks
-from fivefold.plan.messages import volume
-from fivefold.plan.setting import _rounded
+from fivefold_plan.messages import volume
+from fivefold_plan.setting import _rounded
 from fivefold.recipe import load
 from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.parts import stage_blocks
-from fivefold.trace.blocks import kinds
-from fivefold.trace.depth import exact
+from fivefold_plan.trace.blocks import kinds
+from fivefold_plan.trace.depth import exact
 
 ODD = {
     "query_rank": 20, "kv_rank": 12, "nope_dim": 7, "rope_dim": 4, "value_dim": 5, "experts": 8, "experts_per_token": 3,

@@ -3,8 +3,8 @@
 import pytest
 
 from fivefold.models.card import card_of
-from fivefold.plan.cluster.clusters import parse, with_margin
-from fivefold.plan.predict import predict
+from fivefold_plan.cluster.clusters import parse, with_margin
+from fivefold_plan.predict import predict
 from fivefold.recipe import active_parameters, count_parameters, load, shipped
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import stage_blocks

@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from fivefold.cli.main import app
 from fivefold.errors import UserError
-from fivefold.plan.cluster.clusters import parse as parse_cluster
-from fivefold.plan.predict import predict
+from fivefold_plan.cluster.clusters import parse as parse_cluster
+from fivefold_plan.predict import predict
 from fivefold.recipe import Recipe, change, load
 from fivefold.recipe.rules import allows
 from fivefold.sharding.layout import Layout, parse

@@ -13,7 +13,7 @@ from playing import press, until
 
 from fivefold.observe.compare import AXES, FIGURES, best, differences, read_runs
 from fivefold.observe.report import write_report
-from fivefold.play import recorded
+from fivefold_play import recorded
 
 PROGRAM = observe_browser.find()
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason=observe_browser.MISSING)

@@ -18,7 +18,7 @@ import torch
 import versions
 
 from fivefold import files, host
-from fivefold.bench import peak
+from fivefold_plan.bench import peak
 from fivefold.errors import UserError
 from fivefold.host.machine import (
     TORCH,
@@ -136,7 +136,7 @@ def test_listed_peaks(name: str, dtype: str, teraflops: float | None) -> None:
 @pytest.mark.slow
 def test_rate_is_measured_once_without_torch_here(tmp_path: Path) -> None:
     program = (
-        "import sys, os; from fivefold.bench.peak import matmul_rate as rate\n"
+        "import sys, os; from fivefold.train.peak import matmul_rate as rate\n"
         "first = rate('fp32', 1); assert 'torch' not in sys.modules\n"
         "print(first, rate('fp32', 1))"
     )

@@ -7,7 +7,7 @@ import torch
 from fivefold.launch.ranks import Ranks
 from fivefold.recipe import load, resolve
 from fivefold.step.state import build_state
-from fivefold.trace.memory import CATEGORIES, Tracker
+from fivefold_plan.trace.memory import CATEGORIES, Tracker
 
 
 def test_tracker_follows_views_resizing_and_frees() -> None:

@@ -24,10 +24,10 @@ from fivefold.host import machine
 from fivefold.kernels.adamw import AdamW
 from fivefold.launch import verdict
 from fivefold.models.llama.module import Block, Model
-from fivefold.plan import predict
-from fivefold.plan.advice.explain import remedies
-from fivefold.plan.cluster.measured import assumed_table
-from fivefold.plan.predict import priced_here
+from fivefold_plan import predict
+from fivefold_plan.advice.explain import remedies
+from fivefold_plan.cluster.measured import assumed_table
+from fivefold_plan.predict import priced_here
 from fivefold.recipe import change, load, resolve, to_toml
 from fivefold.train import out_of_memory as oom
 from fivefold.train.job import Job

@@ -28,7 +28,7 @@ from fivefold import ModuleCard
 from fivefold.errors import UserError
 from fivefold.models.card import card_of, cut_of
 from fivefold.parallel.offload import activations
-from fivefold.plan.predict import held
+from fivefold_plan.predict import held
 from fivefold.recipe import Recipe, load, resolve
 from fivefold.sharding.parts import Cut
 from fivefold.step.custom import custom_model

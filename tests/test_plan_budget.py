@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 from fivefold.cli import budgets, options
 from fivefold.cli.main import app
 from fivefold.errors import UserError
-from fivefold.plan.advice import budget, failures
-from fivefold.plan.advice.budget import Questions, answer, ask, lines
-from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.predict import Plan, predict
-from fivefold.plan.search import search as searching
-from fivefold.plan.search.search import fewest_devices, search
+from fivefold_plan.advice import budget, failures
+from fivefold_plan.advice.budget import Questions, answer, ask, lines
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.predict import Plan, predict
+from fivefold_plan.search import search as searching
+from fivefold_plan.search.search import fewest_devices, search
 from fivefold.recipe import change, count_parameters, load
 
 RUNNER = CliRunner()

@@ -9,14 +9,14 @@ import pytest
 from fivefold.cli.main import app
 from fivefold.errors import UserError
 from fivefold.host.devices import BY_NAME, PCIE
-from fivefold.plan.cluster import measured
-from fivefold.plan.cluster.clusters import PRESETS, of_gpu, parse, topology
-from fivefold.plan.cluster.devices import Storage
-from fivefold.plan.cluster.measured import assumed_table
-from fivefold.plan.messages import communication
-from fivefold.plan.messages.communication import collective
-from fivefold.plan.predict import predict
-from fivefold.plan.setting import mode_of
+from fivefold_plan.cluster import measured
+from fivefold_plan.cluster.clusters import PRESETS, of_gpu, parse, topology
+from fivefold_plan.cluster.devices import Storage
+from fivefold_plan.cluster.measured import assumed_table
+from fivefold_plan.messages import communication
+from fivefold_plan.messages.communication import collective
+from fivefold_plan.predict import predict
+from fivefold_plan.setting import mode_of
 from fivefold.precision import DTYPES
 from fivefold.recipe import load
 from fivefold.schedules.collectives import Primitive, build

@@ -16,11 +16,11 @@ import pytest
 from observe_page import check_contrast, check_drawn, check_structure
 from typer.testing import CliRunner
 
-from fivefold.cli.lessons import criteria_table
+from fivefold_plan.commands.lessons import criteria_table
 from fivefold.cli.main import app, main
 from fivefold.errors import UserError
-from fivefold.lessons import overlap, pictures
-from fivefold.lessons.compare import (
+from fivefold_plan.lessons import overlap, pictures
+from fivefold_plan.lessons.compare import (
     DIMENSION_OF,
     TECHNIQUES,
     Row,
@@ -30,20 +30,20 @@ from fivefold.lessons.compare import (
     named,
     redundant,
 )
-from fivefold.lessons.compare import words as message_words
+from fivefold_plan.lessons.compare import words as message_words
 from fivefold.models.section import ModelSection
 from fivefold.observe import format as words_of
-from fivefold.plan.cluster import measured
-from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.cluster.devices import Cluster, of_table
-from fivefold.plan.cluster.measured import assumed_table
-from fivefold.plan.memory import memory, model_states
-from fivefold.plan.messages import volume
-from fivefold.plan.predict import predict
-from fivefold.plan.setting import FIVEFOLD, Setting, setting
-from fivefold.plan.time import cost, stage_costs, time
-from fivefold.plan.time.cost import stream
-from fivefold.plan.time.timeline import timeline
+from fivefold_plan.cluster import measured
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.cluster.devices import Cluster, of_table
+from fivefold_plan.cluster.measured import assumed_table
+from fivefold_plan.memory import memory, model_states
+from fivefold_plan.messages import volume
+from fivefold_plan.predict import predict
+from fivefold_plan.setting import FIVEFOLD, Setting, setting
+from fivefold_plan.time import cost, stage_costs, time
+from fivefold_plan.time.cost import stream
+from fivefold_plan.time.timeline import timeline
 from fivefold.recipe import Recipe, count_parameters, load, resolve_model
 from fivefold.schedules.timelines import COMPUTE, WAIT
 from fivefold.sharding.layout import Layout, to_text
@@ -586,7 +586,7 @@ def replaced(monkeypatch: pytest.MonkeyPatch, measured_machine: None) -> list[tu
         asked.append((layouts, steps))
         yield from ((layout, HERE if layout.tp == 1 else "no room") for layout in layouts)
 
-    monkeypatch.setattr("fivefold.bench.machine.measure_layouts", measure)
+    monkeypatch.setattr("fivefold_plan.bench.machine.measure_layouts", measure)
     return asked
 
 
@@ -655,7 +655,7 @@ def test_the_command_measures(measured_machine: None) -> None:
 @pytest.mark.slow
 def test_measured_beside_predicted() -> None:
     """Real ranks: bytes are those that were predicted, memory is near them."""
-    from fivefold.bench.machine import measure_layouts
+    from fivefold_plan.bench.machine import measure_layouts
 
     sets = [
         "model.layers=2", "model.dim=64", "model.heads=2", "model.ffn_dim=128", "model.seq_len=64",

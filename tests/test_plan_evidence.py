@@ -12,13 +12,13 @@ import published
 import pytest
 
 from fivefold.models.recomputation import region
-from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.cluster.devices import Device, Link
-from fivefold.plan.memory import memory
-from fivefold.plan.predict import predict
-from fivefold.plan.setting import Setting, Software, setting
-from fivefold.plan.software import PROGRAMS, Evidence, evidence, said
-from fivefold.plan.time import time
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.cluster.devices import Device, Link
+from fivefold_plan.memory import memory
+from fivefold_plan.predict import predict
+from fivefold_plan.setting import Setting, Software, setting
+from fivefold_plan.software import PROGRAMS, Evidence, evidence, said
+from fivefold_plan.time import time
 from fivefold.recipe import load, resolve_model
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.units import ROWS

@@ -8,13 +8,13 @@ import pytest
 from fivefold.cli.main import main
 from fivefold.errors import UserError
 from fivefold.host import tables
-from fivefold.plan.cluster import measured
-from fivefold.plan.cluster.clusters import parse, topology
-from fivefold.plan.cluster.devices import Cluster
-from fivefold.plan.cluster.measured import assumed_table
-from fivefold.plan.messages import communication
-from fivefold.plan.messages.communication import Group, collective
-from fivefold.plan.predict import predict
+from fivefold_plan.cluster import measured
+from fivefold_plan.cluster.clusters import parse, topology
+from fivefold_plan.cluster.devices import Cluster
+from fivefold_plan.cluster.measured import assumed_table
+from fivefold_plan.messages import communication
+from fivefold_plan.messages.communication import Group, collective
+from fivefold_plan.predict import predict
 from fivefold.recipe import load
 
 HOSTS = 'base = "local"\ndevices_per_node = 2\ninter_gb_s = 0.025\ninter_latency_us = 100\n'

@@ -8,21 +8,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from fivefold.bench import machine as bench
+from fivefold_plan.bench import machine as bench
 from fivefold.cli import bench as commands_of_bench
 from fivefold.errors import BusyError, UserError
 from fivefold.host import tables
 from fivefold.models.operations import Matmul
-from fivefold.plan.cluster import measured
-from fivefold.plan.cluster.calibrate import FinishedRun, fit
-from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.cluster.devices import Storage, of_table
-from fivefold.plan.cluster.measured import ASSUMED_FLOPS, assumed_table
-from fivefold.plan.messages import communication
-from fivefold.plan.messages.communication import Group, collective
-from fivefold.plan.predict import Plan, predict
-from fivefold.plan.search.search import search
-from fivefold.plan.time import cost
+from fivefold_plan.cluster import measured
+from fivefold_plan.cluster.calibrate import FinishedRun, fit
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.cluster.devices import Storage, of_table
+from fivefold_plan.cluster.measured import ASSUMED_FLOPS, assumed_table
+from fivefold_plan.messages import communication
+from fivefold_plan.messages.communication import Group, collective
+from fivefold_plan.predict import Plan, predict
+from fivefold_plan.search.search import search
+from fivefold_plan.time import cost
 from fivefold.recipe import Recipe, load
 from fivefold.schedules.pipeline import Costs, build, simulate, simulate_oversubscribed
 

@@ -16,19 +16,19 @@ from fivefold.models.card import card_of
 from fivefold.models.operations import Sizes
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
-from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.cluster.devices import of_table
-from fivefold.plan.cluster.measured import assumed_table
-from fivefold.plan.memory import memory, model_states
-from fivefold.plan.messages import volume
-from fivefold.plan.predict import held as at_peak
-from fivefold.plan.predict import predict
-from fivefold.plan.search.search import apply, search
-from fivefold.plan.setting import FIVEFOLD, FIVEFOLD_CPU, PAPER, Software, own_states, setting
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.cluster.devices import of_table
+from fivefold_plan.cluster.measured import assumed_table
+from fivefold_plan.memory import memory, model_states
+from fivefold_plan.messages import volume
+from fivefold_plan.predict import held as at_peak
+from fivefold_plan.predict import predict
+from fivefold_plan.search.search import apply, search
+from fivefold_plan.setting import FIVEFOLD, FIVEFOLD_CPU, PAPER, Software, own_states, setting
 from fivefold.recipe import Recipe, count_parameters, load, resolve_model
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import held, size_of
-from fivefold.trace.depth import exact
+from fivefold_plan.trace.depth import exact
 from fivefold.train import prediction
 from fivefold.train.user_hooks import WITHOUT
 

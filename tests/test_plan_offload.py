@@ -9,16 +9,16 @@ import pytest
 from steps import planned, recipe_of
 
 from fivefold.errors import UserError
-from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.cluster.devices import Storage
-from fivefold.plan.predict import held, predict, price
-from fivefold.plan.search.search import apply, search
-from fivefold.plan.time import offload
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.cluster.devices import Storage
+from fivefold_plan.predict import held, predict, price
+from fivefold_plan.search.search import apply, search
+from fivefold_plan.time import offload
 from fivefold.recipe import change, load
 from fivefold.recipe.rules import contradictions
 from fivefold.sharding import tiers
 from fivefold.sharding.tiers import OFFLOADS, flows
-from fivefold.trace.step import trace
+from fivefold_plan.trace.step import trace
 
 GIB = 2**30
 LARGE = [
@@ -233,7 +233,7 @@ def test_a_search_offloads_on_several_devices(devices, monkeypatch):
         priced.append(s.layout)
         return price(s, *more)
 
-    monkeypatch.setattr("fivefold.plan.search.search.price", noted)
+    monkeypatch.setattr("fivefold_plan.search.search.price", noted)
     found = search(recipe, cluster, 3)
     away = [layout for layout in priced if layout.offload != "none"]
     assert {layout.zero for layout in away} >= {0, 3}

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from fivefold.cli.main import app
 from fivefold.observe.format import memory_text
-from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.pages import pictures as plan_text
-from fivefold.plan.pages.pictures import (
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.pages import pictures as plan_text
+from fivefold_plan.pages.pictures import (
     Pictures,
     as_rows,
     frontier_svg,
@@ -21,10 +21,10 @@ from fivefold.plan.pages.pictures import (
     pictures,
     roofline_svg,
 )
-from fivefold.plan.predict import Plan, predict
-from fivefold.plan.search import search as searching
-from fivefold.plan.search.search import frontier, search
-from fivefold.plan.time.stage_costs import pipeline, stage_costs
+from fivefold_plan.predict import Plan, predict
+from fivefold_plan.search import search as searching
+from fivefold_plan.search.search import frontier, search
+from fivefold_plan.time.stage_costs import pipeline, stage_costs
 from fivefold.recipe import load
 from fivefold.sharding.layout import to_text as layout_text
 

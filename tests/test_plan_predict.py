@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from fivefold.cli.main import app
 from fivefold.errors import UserError
-from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.memory import model_states
-from fivefold.plan.messages import volume
-from fivefold.plan.predict import Plan, predict
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.memory import model_states
+from fivefold_plan.messages import volume
+from fivefold_plan.predict import Plan, predict
 from fivefold.recipe import change, load
 
 RUNNER = CliRunner()
@@ -214,7 +214,7 @@ def test_where_nothing_can_be_written_is_said_first(
     def long(*_: object) -> None:
         raise AssertionError("the long work has begun")
 
-    monkeypatch.setattr("fivefold.cli.plan.ensure_measured", long)
+    monkeypatch.setattr("fivefold_plan.commands.plan.ensure_measured", long)
     (tmp_path / "file").write_text("")
     for path, why in (
         ("none/plan", "there is no folder"),

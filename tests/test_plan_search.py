@@ -16,21 +16,21 @@ from marks import only, slow
 from search_speed import cases
 
 from fivefold.errors import UserError
-from fivefold.plan import setting
-from fivefold.plan.advice.explain import fold, reasons, summary
-from fivefold.plan.cluster.clusters import parse, with_margin
-from fivefold.plan.cluster.devices import MARGIN, Cluster, of_table
-from fivefold.plan.cluster.measured import assumed_table
-from fivefold.plan.predict import FRAGMENTS, Plan, held, limit, predict, price
-from fivefold.plan.search import best_first, bound_bytes, halves
-from fivefold.plan.search import search as searching
-from fivefold.plan.search.best_first import Search
-from fivefold.plan.search.bound import Bounds
-from fivefold.plan.search.halves import Halves, Told, choice_of
-from fivefold.plan.search.search import apply, search, space_of
-from fivefold.plan.search.shared import SharedCosts
-from fivefold.plan.search.space import SEQUENCES, Choice, Space
-from fivefold.plan.setting import documents_of
+from fivefold_plan import setting
+from fivefold_plan.advice.explain import fold, reasons, summary
+from fivefold_plan.cluster.clusters import parse, with_margin
+from fivefold_plan.cluster.devices import MARGIN, Cluster, of_table
+from fivefold_plan.cluster.measured import assumed_table
+from fivefold_plan.predict import FRAGMENTS, Plan, held, limit, predict, price
+from fivefold_plan.search import best_first, bound_bytes, halves
+from fivefold_plan.search import search as searching
+from fivefold_plan.search.best_first import Search
+from fivefold_plan.search.bound import Bounds
+from fivefold_plan.search.halves import Halves, Told, choice_of
+from fivefold_plan.search.search import apply, search, space_of
+from fivefold_plan.search.shared import SharedCosts
+from fivefold_plan.search.space import SEQUENCES, Choice, Space
+from fivefold_plan.setting import documents_of
 from fivefold.recipe import Recipe, change, load
 from fivefold.recipe.rules import contradictions, with_layout
 from fivefold.schedules.pipeline import SCHEDULES

@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from fivefold.cli.main import app
 from fivefold.errors import UserError
-from fivefold.lessons.terms import Asked, evaluate, part_of, terms
+from fivefold_plan.lessons.terms import Asked, evaluate, part_of, terms
 from fivefold.models.card import card_of
-from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.predict import predict
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.predict import predict
 from fivefold.recipe import load
 
 DOCS = Path(__file__).parent.parent / "docs" / "planner.md"

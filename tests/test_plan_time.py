@@ -19,16 +19,16 @@ from fivefold.models.operations import Matmul, Operation, TensorWay
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.updater import Updater
-from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.cluster.devices import Cluster
-from fivefold.plan.memory import model_states
-from fivefold.plan.messages import communication, volume
-from fivefold.plan.messages.communication import collective, group
-from fivefold.plan.predict import predict
-from fivefold.plan.setting import FIVEFOLD, Setting, Software, setting
-from fivefold.plan.software import PROGRAMS, PUBLISHED, evidence, program
-from fivefold.plan.time import cost, stage_costs, time
-from fivefold.plan.time.cost import message, operation
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.cluster.devices import Cluster
+from fivefold_plan.memory import model_states
+from fivefold_plan.messages import communication, volume
+from fivefold_plan.messages.communication import collective, group
+from fivefold_plan.predict import predict
+from fivefold_plan.setting import FIVEFOLD, Setting, Software, setting
+from fivefold_plan.software import PROGRAMS, PUBLISHED, evidence, program
+from fivefold_plan.time import cost, stage_costs, time
+from fivefold_plan.time.cost import message, operation
 from fivefold.recipe import count_parameters, load, resolve_model
 from fivefold.sharding.layout import Layout
 

@@ -11,7 +11,7 @@ from steps import counted, planned
 from sweep import candidates
 
 from fivefold.models.card import card_of
-from fivefold.plan.messages import volume
+from fivefold_plan.messages import volume
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.parts import local_parameters

@@ -21,15 +21,15 @@ from playing import Play, playing
 
 from fivefold.errors import UserError
 from fivefold.observe.format import memory_text, short_number
-from fivefold.plan.advice.budget import Questions
-from fivefold.plan.advice.budget import answer as answer_of
-from fivefold.plan.asked import Typed, read
-from fivefold.plan.cluster import measured
-from fivefold.plan.pages.pictures import duration_text
-from fivefold.plan.predict import Plan, predict
-from fivefold.play.commands import Command, Commands
-from fivefold.play.machine import answer
-from fivefold.play.position import FIELDS, Position, moved
+from fivefold_plan.advice.budget import Questions
+from fivefold_plan.advice.budget import answer as answer_of
+from fivefold_plan.asked import Typed, read
+from fivefold_plan.cluster import measured
+from fivefold_plan.pages.pictures import duration_text
+from fivefold_plan.predict import Plan, predict
+from fivefold_play.commands import Command, Commands
+from fivefold_play.machine import answer
+from fivefold_play.position import FIELDS, Position, moved
 from fivefold.recipe import shipped
 from fivefold.sharding.layout import parse
 
@@ -330,7 +330,7 @@ def test_a_command_ends_with_all_that_it_started(
     program: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By another one of its kind, by its limit, and with the server; also if it does not want to."""
-    monkeypatch.setattr("fivefold.play.commands.MOMENT", 0.2)
+    monkeypatch.setattr("fivefold_play.commands.MOMENT", 0.2)
     program(f"trap '' TERM; sleep 60 & echo $! > {tmp_path}/child-$1; while :; do wait; done")
     commands, children = Commands(), list[int]()
 

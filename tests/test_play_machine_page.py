@@ -15,10 +15,10 @@ from observe_page import LUMINANCE, check_policy, check_structure
 from playing import IDLE, Play, playing, press, slide, until
 from test_play_recorded import AT, cell, unpacked
 
-from fivefold.plan.cluster import measured
-from fivefold.play import recorded
-from fivefold.play.machine import answer
-from fivefold.play.position import Position
+from fivefold_plan.cluster import measured
+from fivefold_play import recorded
+from fivefold_play.machine import answer
+from fivefold_play.position import Position
 
 
 @pytest.fixture(scope="module")

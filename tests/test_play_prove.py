@@ -11,8 +11,8 @@ from playing import Play, playing
 from test_player import data
 
 from fivefold.observe.collective_picture import values
-from fivefold.play import prove
-from fivefold.play.state import State
+from fivefold_play import prove
+from fivefold_play.state import State
 from fivefold.schedules.collectives import ALGORITHMS, build
 from fivefold.schedules.collectives import prove as states_of
 

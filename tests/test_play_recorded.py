@@ -15,10 +15,10 @@ import pytest
 from typer.testing import CliRunner
 
 from fivefold.cli.main import app
-from fivefold.plan.asked import Typed
-from fivefold.play import recorded
-from fivefold.play.machine import answer
-from fivefold.play.position import Position
+from fivefold_plan.asked import Typed
+from fivefold_play import recorded
+from fivefold_play.machine import answer
+from fivefold_play.position import Position
 
 AT = Position("llama2-7b", ("train.global_batch_size=256",), "pp=2,tp=4,dp=8,zero=1,sp=true", "h100:64")
 
@@ -101,7 +101,7 @@ def test_a_search_s_page_stands_at_its_best_plan(tmp_path: Path, monkeypatch: py
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp=64,zero=1", "pp=4,tp=4,dp=4,zero=1"])
 def test_a_whole_page_is_small(tmp_path: Path, layout: str) -> None:
-    from fivefold.cli.plan import write_page
+    from fivefold_plan.commands.plan import write_page
     from fivefold.recipe import load
 
     path = tmp_path / "plan.html"

@@ -21,9 +21,9 @@ from fivefold.errors import UserError
 from fivefold.files import owned
 from fivefold.files.reading import DEEPEST
 from fivefold.observe import timelines
-from fivefold.play import train, watch
-from fivefold.play.jobs import Jobs
-from fivefold.play.state import State
+from fivefold_play import train, watch
+from fivefold_play.jobs import Jobs
+from fivefold_play.state import State
 from fivefold.recipe import shipped, sweep
 from fivefold.schedules.timelines import COMPUTE, Span, StepTimeline
 

@@ -25,10 +25,10 @@ from typer.testing import CliRunner
 from fivefold.cli.main import app
 from fivefold.errors import UserError
 from fivefold.files import owned, owner
-from fivefold.play import runs
-from fivefold.play import server as server_
-from fivefold.play.jobs import MOST, Jobs
-from fivefold.play.state import State, condition
+from fivefold_play import runs
+from fivefold_play import server as server_
+from fivefold_play.jobs import MOST, Jobs
+from fivefold_play.state import State, condition
 
 
 @pytest.fixture(scope="module")
@@ -535,7 +535,7 @@ def test_the_names_of_queued_runs_are_the_pages(tmp_path: Path, monkeypatch: pyt
 def test_there_is_an_end_to_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = Jobs(tmp_path)
     monkeypatch.setattr(Jobs, "start_next", lambda self: None)
-    monkeypatch.setattr("fivefold.play.jobs.MOST", 2)
+    monkeypatch.setattr("fivefold_play.jobs.MOST", 2)
     jobs.add(["x"], tmp_path / "a")
     jobs.add(["x"], tmp_path / "b")
     with pytest.raises(UserError, match="wait already"):
@@ -569,7 +569,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_commands_end_with_the_server_by_any_signal(tmp_path: Path, number: signal.Signals) -> None:
     code = (
         "import signal, subprocess, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also under nohup\n"
-        "from pathlib import Path; from fivefold.play import server\n"
+        "from pathlib import Path; from fivefold_play import server\n"
         "made = server.make_app\n"
         "def make_app(*given):\n"
         "    app = made(*given)\n"

@@ -19,7 +19,7 @@ from observe_browser import Browser
 from patience import PATIENCE
 from playing import IDLE, drop, give, press, slide, until
 
-from fivefold.plan.cluster import measured
+from fivefold_plan.cluster import measured
 
 pytestmark = pytest.mark.slow
 CAPITALS = {

@@ -15,7 +15,7 @@ from playing import Play, playing
 from test_chat import make_run
 
 from fivefold.checkpoint import store, write
-from fivefold.play.talk import KINDS, LIKELIEST, MOST_TEXT, Talker
+from fivefold_play.talk import KINDS, LIKELIEST, MOST_TEXT, Talker
 from fivefold.train.generate import Sampling, generate_text, open_run
 
 HOSTILE = "<img src=x onerror=alert(1)> \x1b[31m {{ 7 * 7 }} ' \" </script>\n"
@@ -52,7 +52,7 @@ def ask(play: Play, **given: Any) -> list[dict[str, Any]]:
 
 
 def test_the_server_needs_no_torch() -> None:
-    code = "import sys; from fivefold.play import server, talk; sys.exit('torch' in sys.modules)"
+    code = "import sys; from fivefold_play import server, talk; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -192,7 +192,7 @@ def test_the_process_may_die(folder: Path, capfd: pytest.CaptureFixture[str]) ->
 def test_the_process_ends_without_a_word(why: str) -> None:
     """Python aborts where a thread waits for input, and a traceback tells nobody anything."""
     code = (
-        "from contextlib import suppress; from fivefold.play import talk\n"
+        "from contextlib import suppress; from fivefold_play import talk\n"
         f"talk.IDLE_S = {0.3 if why == 'idle' else 60}\n"
         "talk.answered = lambda *_: iter([{'text': 'x' * 100_000}] * 3)\n"
         "with suppress(BrokenPipeError): talk.main()"

@@ -13,10 +13,10 @@ import pytest
 from patience import PATIENCE
 from playing import Play, playing
 
-from fivefold.plan.cluster import measured
-from fivefold.plan.cluster.clusters import LOCAL, parse
-from fivefold.plan.predict import predict
-from fivefold.play import text
+from fivefold_plan.cluster import measured
+from fivefold_plan.cluster.clusters import LOCAL, parse
+from fivefold_plan.predict import predict
+from fivefold_play import text
 from fivefold.recipe import load
 
 

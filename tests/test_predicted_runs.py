@@ -9,10 +9,10 @@ from marks import only, slow
 from pool_runs import lines, train_rank
 from ranks import run_ranks
 
-from fivefold.cli.draw import of_run
+from fivefold_plan.commands.draw import of_run
 from fivefold.observe import memory_picture
 from fivefold.observe.prediction import rows
-from fivefold.plan.cluster.measured import assumed_table
+from fivefold_plan.cluster.measured import assumed_table
 from fivefold.recipe import Recipe, flops_per_token, load, resolve
 from fivefold.train import prediction
 from fivefold.train.job import Job

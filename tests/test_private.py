@@ -21,7 +21,7 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.zero import UnitMessages
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.units import FsdpUnit
-from fivefold.trace.fake import FakeMode
+from fivefold_plan.trace.fake import FakeMode
 
 
 class Twice(nn.Module):

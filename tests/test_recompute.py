@@ -24,8 +24,8 @@ from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.sharding.layout import Layout
 from fivefold.step.state import build_state
 from fivefold.step.step import forward_backward
-from fivefold.trace.memory import Tracker
-from fivefold.trace.traffic import Collectives
+from fivefold_plan.trace.memory import Tracker
+from fivefold_plan.trace.traffic import Collectives
 
 TINY = [
     "model.layers=4", "model.dim=32", "model.heads=4", "model.kv_heads=4", "model.seq_len=32", "model.vocab_size=128",

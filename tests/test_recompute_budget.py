@@ -20,16 +20,16 @@ from typer.testing import CliRunner
 from fivefold.cli.main import app
 from fivefold.errors import UserError
 from fivefold.models.recomputation import budget_of, of_blocks, runs_of
-from fivefold.plan import predict as planner
-from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.cluster.devices import of_table
-from fivefold.plan.cluster.measured import assumed_table
-from fivefold.plan.predict import budget, predict, priced_here, within
-from fivefold.plan.search.search import search
-from fivefold.plan.setting import FIVEFOLD_CPU
+from fivefold_plan import predict as planner
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.cluster.devices import of_table
+from fivefold_plan.cluster.measured import assumed_table
+from fivefold_plan.predict import budget, predict, priced_here, within
+from fivefold_plan.search.search import search
+from fivefold_plan.setting import FIVEFOLD_CPU
 from fivefold.recipe import Recipe, change, load, microbatches_per_step
 from fivefold.sharding.layout import Layout
-from fivefold.trace.step import trace
+from fivefold_plan.trace.step import trace
 from fivefold.train.start import run_command
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from fivefold.cli.main import main
-from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.predict import predict
-from fivefold.plan.time.servers import sums
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.predict import predict
+from fivefold_plan.time.servers import sums
 from fivefold.recipe import load
 from fivefold.schedules.priority import (
     FIFO,

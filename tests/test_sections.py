@@ -21,7 +21,7 @@ from fivefold.models.card import Card, card_of, resolve_model
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.updater import Updater
-from fivefold.plan.time import time
+from fivefold_plan.time import time
 from fivefold.recipe import resolve
 from fivefold.sharding.parts import Shape, is_matrix
 from fivefold.step.state import build_state

@@ -42,8 +42,8 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.parallelize import rounded_layers
 from fivefold.parallel.server import Shard
 from fivefold.parallel.worker import Exchange
-from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.predict import predict
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.predict import predict
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
 from fivefold.schedules.priority import Order
 from fivefold.sharding.layout import Layout

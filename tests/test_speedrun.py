@@ -20,10 +20,10 @@ from fivefold.models.base import build
 from fivefold.models.card import card_of
 from fivefold.models.hf import hf_config
 from fivefold.models.speedrun.module import SquaredReLU
-from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.memory.model_states import rank_elements
-from fivefold.plan.setting import FIVEFOLD, setting
-from fivefold.plan.time.time import update
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.memory.model_states import rank_elements
+from fivefold_plan.setting import FIVEFOLD, setting
+from fivefold_plan.time.time import update
 from fivefold.recipe import change, load, resolve, resolve_model
 from fivefold.sharding.layout import Layout
 from fivefold.step.state import build_state

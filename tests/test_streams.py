@@ -12,7 +12,7 @@ import pytest
 import stream_cases
 from without_waits import RARE, TRACES, places
 
-from fivefold.trace import gpu
+from fivefold_plan.trace import gpu
 
 pytestmark = pytest.mark.skipif(bool(gpu.why_not()), reason=gpu.why_not())
 MEASURES = "measures time only"

@@ -19,7 +19,7 @@ from fivefold.parallel.tensor import sum_gradients
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.sharding.layout import Layout
 from fivefold.step.step import agree, forward_backward, update
-from fivefold.trace.traffic import Collectives
+from fivefold_plan.trace.traffic import Collectives
 
 ROWS, T, V = 8, 16, 128
 MODELS = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from beside_steps import MICROBATCHES, TOKENS
 
-from fivefold.trace import gpu
+from fivefold_plan.trace import gpu
 
 pytestmark = pytest.mark.skipif(bool(gpu.why_not()), reason=gpu.why_not())
 

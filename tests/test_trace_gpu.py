@@ -20,10 +20,10 @@ from fivefold.errors import UserError
 from fivefold.kernels import native
 from fivefold.models.card import card_of
 from fivefold.optim import OPTIMIZERS
-from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.memory.memory import Memory
-from fivefold.plan.memory.model_states import outside_blocks
-from fivefold.plan.predict import predict
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.memory.memory import Memory
+from fivefold_plan.memory.model_states import outside_blocks
+from fivefold_plan.predict import predict
 from fivefold.precision import DTYPES, PRECISIONS, chosen
 from fivefold.recipe import Recipe, load, microbatches_per_step, resolve
 from fivefold.schedules.pipeline import SCHEDULES
@@ -32,11 +32,11 @@ from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import stages_of
 from fivefold.sharding.tiers import BEHIND, WINDOW, tiers
 from fivefold.sharding.units import scattered_once
-from fivefold.trace import gpu
-from fivefold.trace.depth import exact
-from fivefold.trace.fake import CPU, Fake, FakeMode
-from fivefold.trace.step import DEVICE, firsts
-from fivefold.trace.traffic import flops_of
+from fivefold_plan.trace import gpu
+from fivefold_plan.trace.depth import exact
+from fivefold_plan.trace.fake import CPU, Fake, FakeMode
+from fivefold_plan.trace.step import DEVICE, firsts
+from fivefold_plan.trace.traffic import flops_of
 
 V = 96
 TINY = [

@@ -26,9 +26,9 @@ from fivefold.kernels.rounded import Quantizer
 from fivefold.launch.ranks import Ranks
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.zero import Gathers, Scatters
-from fivefold.plan.cluster.clusters import parse as parse_cluster
-from fivefold.plan.messages import volume
-from fivefold.plan.predict import predict
+from fivefold_plan.cluster.clusters import parse as parse_cluster
+from fivefold_plan.messages import volume
+from fivefold_plan.predict import predict
 from fivefold.recipe import Recipe, change, count_parameters, load
 from fivefold.recipe.rules.combinations import notes
 from fivefold.schedules.compression import INT4, INT8, LARGEST, Blocks

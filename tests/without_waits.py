@@ -129,7 +129,7 @@ def saved() -> dict[str, int]:
     from stream_cases import watched
 
     from fivefold.checkpoint.write import Copy, whole_pieces
-    from fivefold.trace.step import DEVICE
+    from fivefold_plan.trace.step import DEVICE
 
     with watched() as races:
         weights = torch.zeros(64, device=DEVICE)
@@ -147,7 +147,7 @@ def read() -> dict[str, int]:
     from stream_cases import watched
 
     from fivefold.step.step import SECONDS, Done
-    from fivefold.trace.step import DEVICE
+    from fivefold_plan.trace.step import DEVICE
 
     with watched() as races:
         figures = {"loss": torch.zeros((), device=DEVICE)}
@@ -162,7 +162,7 @@ def prefetched() -> dict[str, int]:
     from stream_cases import watched
 
     from fivefold.parallel.mesh import Microbatch, Share
-    from fivefold.trace.step import DEVICE
+    from fivefold_plan.trace.step import DEVICE
     from fivefold.train.share import Copies
 
     with watched() as races:
@@ -184,7 +184,7 @@ def traced(layout: str, arch: str, *sets: str) -> dict[str, int]:
     from test_trace_gpu import recipe_of
 
     from fivefold.recipe import microbatches_per_step
-    from fivefold.trace.step import DEVICE, trace
+    from fivefold_plan.trace.step import DEVICE, trace
 
     recipe = recipe_of(layout, arch, *sets)
     return trace(recipe, 0, microbatches_per_step(recipe), DEVICE).races

@@ -20,12 +20,12 @@ import hopper_runs
 import nanotron_runs
 
 from fivefold.models.recomputation import SCORES
-from fivefold.plan.cluster.clusters import PRESETS
-from fivefold.plan.cluster.devices import DISK, SWITCH, Device
-from fivefold.plan.messages.communication import LAUNCH
-from fivefold.plan.predict import FRAGMENTS
-from fivefold.plan.setting import Software
-from fivefold.plan.time import cost
+from fivefold_plan.cluster.clusters import PRESETS
+from fivefold_plan.cluster.devices import DISK, SWITCH, Device
+from fivefold_plan.messages.communication import LAUNCH
+from fivefold_plan.predict import FRAGMENTS
+from fivefold_plan.setting import Software
+from fivefold_plan.time import cost
 
 RESULTS = Path(__file__).parents[1] / "results/planner_constants.json"
 TABLES = Path(__file__).with_name("tables")

@@ -16,14 +16,14 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.memory.memory import kept
-from fivefold.plan.predict import predict
-from fivefold.plan.setting import Setting
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.memory.memory import kept
+from fivefold_plan.predict import predict
+from fivefold_plan.setting import Setting
 from fivefold.recipe import Recipe, load, resolve
 from fivefold.sharding.layout import Layout
-from fivefold.trace.blocks import Block, kinds
-from fivefold.trace.gpu import on_gpu
+from fivefold_plan.trace.blocks import Block, kinds
+from fivefold_plan.trace.gpu import on_gpu
 
 ARCHS = {
     "llama": ("llama3-8b", []),

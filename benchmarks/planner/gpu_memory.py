@@ -23,12 +23,12 @@ from statistics import fmean
 
 from fivefold.errors import UserError
 from fivefold.host.devices import GIB
-from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.predict import predict
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.predict import predict
 from fivefold.recipe import Recipe, load, resolve
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.tiers import NOT_OFFLOADED, OFFLOADS
-from fivefold.trace.gpu import on_gpu
+from fivefold_plan.trace.gpu import on_gpu
 
 MODELS = (
     "gpt2-124m", "gpt2-1.5b", "bert-large-mlm", "llama2-7b", "llama3-8b", "llama2-13b", "llama3-70b", "qwen3-8b",

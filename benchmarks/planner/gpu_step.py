@@ -18,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from fivefold.bench.gpu.trials import SHAPES
+from fivefold_plan.bench.gpu.trials import SHAPES
 
 MODELS = {"Llama 1B": "llama-1b", "Llama 8B": "llama3-8b"}
 LAYOUTS = {
@@ -52,7 +52,7 @@ os._exit(0)
 
 def traffic(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> int:
     """Bytes that an operator reads and writes: what it changes twice, unless it only writes there."""
-    from fivefold.trace.traffic import size_of
+    from fivefold_plan.trace.traffic import size_of
 
     total, given = 0, [*args, *kwargs.values()]
     for argument, value in zip(func._schema.arguments, given, strict=False):
@@ -71,10 +71,10 @@ def traced(model: str, layout: str) -> dict[str, Any]:
     from fivefold.recipe import load, resolve
     from fivefold.sharding.layout import Layout
     from fivefold.sharding.parts import parts, size_of
-    from fivefold.trace import step
-    from fivefold.trace.memory import is_free
-    from fivefold.trace.streams import PACKAGE, place
-    from fivefold.trace.traffic import formula_of
+    from fivefold_plan.trace import step
+    from fivefold_plan.trace.memory import is_free
+    from fivefold_plan.trace.streams import PACKAGE, place
+    from fivefold_plan.trace.traffic import formula_of
 
     found: Counter[str] = Counter()
     launches: Counter[str] = Counter()
@@ -121,7 +121,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    from fivefold.trace import gpu
+    from fivefold_plan.trace import gpu
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

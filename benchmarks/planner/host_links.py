@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from math import inf
 from typing import Any
 
-from fivefold.plan.cluster.clusters import of_fit
+from fivefold_plan.cluster.clusters import of_fit
 from fivefold.schedules.collectives import Collective
 from fivefold.schedules.collectives.cost import Cost, Messages, Run, Topology
 

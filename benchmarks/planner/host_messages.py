@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from fivefold.bench.collectives import ARENA, MESSAGES, collectives, ping_pong, timed
-from fivefold.bench.collectives import fitted as of_one_machine
+from fivefold_plan.bench.collectives import ARENA, MESSAGES, collectives, ping_pong, timed
+from fivefold_plan.bench.collectives import fitted as of_one_machine
 from fivefold.comm import Axis
 from fivefold.comm.execute import Executor
 from fivefold.schedules.collectives import Collective, shape_of

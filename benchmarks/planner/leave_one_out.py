@@ -29,11 +29,11 @@ from typing import Any, NamedTuple
 import nanotron_runs
 import published
 
-from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.cluster.devices import Cluster
-from fivefold.plan.setting import Setting, Software
-from fivefold.plan.software import kind_of
-from fivefold.plan.time import time
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.cluster.devices import Cluster
+from fivefold_plan.setting import Setting, Software
+from fivefold_plan.software import kind_of
+from fivefold_plan.time import time
 
 RESULTS = Path(__file__).parents[1] / "results/planner_leave_one_out.json"
 TABLES = Path(__file__).with_name("tables")

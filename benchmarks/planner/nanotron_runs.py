@@ -13,11 +13,11 @@ from statistics import fmean, median
 from typing import Any
 
 from fivefold.models.section import ModelSection
-from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.cluster.devices import Cluster, Device
-from fivefold.plan.setting import setting
-from fivefold.plan.software import PROGRAMS
-from fivefold.plan.time import time
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.cluster.devices import Cluster, Device
+from fivefold_plan.setting import setting
+from fivefold_plan.software import PROGRAMS
+from fivefold_plan.time import time
 from fivefold.recipe import resolve_model
 from fivefold.sharding.layout import Layout
 

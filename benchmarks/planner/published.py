@@ -25,12 +25,12 @@ import nanotron_runs
 from fivefold.host.devices import GIB
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
-from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.predict import FRAGMENTS, limit, price
-from fivefold.plan.setting import setting
-from fivefold.plan.software import PROGRAMS, PUBLISHED, Kind, kind_of
-from fivefold.plan.time import time
-from fivefold.plan.time.cost import part
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.predict import FRAGMENTS, limit, price
+from fivefold_plan.setting import setting
+from fivefold_plan.software import PROGRAMS, PUBLISHED, Kind, kind_of
+from fivefold_plan.time import time
+from fivefold_plan.time.cost import part
 from fivefold.recipe import resolve_model
 from fivefold.schedules.pipeline import Costs, build, simulate
 from fivefold.sharding.layout import Layout

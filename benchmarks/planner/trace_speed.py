@@ -31,9 +31,9 @@ import torch
 started = time.process_time()
 import torch._dynamo
 began = time.process_time()
-from fivefold.plan.predict import resolved
+from fivefold_plan.predict import resolved
 from fivefold.recipe import load
-from fivefold.trace import depth
+from fivefold_plan.trace import depth
 imported = time.process_time()
 recipe = resolved(load(sys.argv[1], ["precision.mode=bf16", *sys.argv[3:]], sys.argv[2]))
 found = depth.exact(recipe, 0, kept=False) if hasattr(depth, "exact") else depth.dry_run(recipe, 0)
@@ -44,8 +44,8 @@ print(json.dumps({"dynamo_s": began - started, "import_s": imported - began, "tr
 
 def run(checkout: Path, recipe: str, layout: str, sets: list[str]) -> dict[str, float]:
     worker = WORKER
-    if not (checkout / "src/fivefold/trace").is_dir():  # where it was before
-        worker = worker.replace("fivefold.trace import depth", "fivefold.train import dry_depth as depth")
+    if not (checkout / "src/fivefold_plan/trace").is_dir():  # where it was before
+        worker = worker.replace("fivefold_plan.trace import depth", "fivefold.train import dry_depth as depth")
     env = os.environ | {"PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", worker, recipe, layout, *sets]
     return json.loads(subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout)

@@ -95,7 +95,7 @@ def summary(recipe: Recipe) -> dict[str, Any]:
         model = recipe.model.model_copy(update={"vocab_size": size})
         parameters, active, flops = count_parameters(model), active_parameters(model), flops_per_token(model)
         if budget_of(asked := recipe.layout.recompute) is not None:  # what it comes to on this machine's CPUs
-            from fivefold.plan.predict import budget, priced_here
+            from fivefold_plan.predict import budget, priced_here
 
             found = budget(recipe.model_copy(update={"model": model}), *priced_here())
             assert found is not None
@@ -138,7 +138,7 @@ def _memory(recipe: Recipe) -> dict[str, Any] | None:
 
     from fivefold.host.machine import limit
     from fivefold.observe.format import size
-    from fivefold.plan.predict import predict, priced_here
+    from fivefold_plan.predict import predict, priced_here
 
     here, (cluster, software) = limit(), priced_here()
     try:

@@ -209,7 +209,7 @@ def report(
         options.require_run(run, look=False)
     if len(runs) > 1:
         from fivefold.observe import compare
-        from fivefold.play import recorded
+        from fivefold_play import recorded
 
         path = out or COMPARISON
         options.require_writable(out=path)
@@ -226,8 +226,8 @@ def report(
 
 def _sweep(folder: Path, hold_out: str | None, json: bool) -> None:
     from fivefold.files import guard
-    from fivefold.plan.advice.scaling import results, rows_text
-    from fivefold.play import recorded
+    from fivefold_plan.advice.scaling import results, rows_text
+    from fivefold_play import recorded
     from fivefold.recipe import sweep as table
 
     guard(folder)

@@ -211,8 +211,8 @@ def sweep(
     folder, made, base = _open(recipe, over or [], set_ or [], layout, out)
     for row in made.rows:  # all values, before torch is imported
         made.load(base, row)
-    from fivefold.plan.advice.scaling import check_hold_out, results
-    from fivefold.play import recorded
+    from fivefold_plan.advice.scaling import check_hold_out, results
+    from fivefold_play import recorded
     from fivefold.train.sweep import plan, run
 
     say = partial(print, file=sys.stderr if json else sys.stdout, flush=True)

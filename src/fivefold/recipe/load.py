@@ -19,7 +19,7 @@ from fivefold.files import expanded, guard, parse_toml, read_text
 from fivefold.models.section import LARGEST
 from fivefold.recipe import dial, foreign, messages
 from fivefold.recipe.dial import dialled
-from fivefold.recipe.foreign.hugging_face import HERE, hf_model
+from fivefold_plan.foreign.hugging_face import HERE, hf_model
 from fivefold.recipe.messages import KEYS, SECTIONS, none_unsets, plain_type, to_toml, without_gone
 from fivefold.recipe.rules import contradictions
 from fivefold.recipe.rules.texts import run_steps, steps_for

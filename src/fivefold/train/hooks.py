@@ -43,7 +43,7 @@ from fivefold.train.instruments import (
 )
 from fivefold.train.job import Job, identity
 from fivefold.train.out_of_memory import out_of_memory
-from fivefold.train.prediction import Prediction
+from fivefold_plan.forecast.run import Prediction
 from fivefold.train.saver import Saver
 from fivefold.train.share import stream_states, validation_sets
 from fivefold.train.user_hooks import WITHOUT, Callbacks

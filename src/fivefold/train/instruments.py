@@ -21,7 +21,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile
 
-from fivefold.bench.peak import busy_share, device_peak, listed_peak
+from fivefold.train.peak import busy_share, device_peak, listed_peak
 from fivefold.comm.progress import progress, span
 from fivefold.data.dataset import amounts, order_of, seen
 from fivefold.errors import UserError
@@ -32,7 +32,7 @@ from fivefold.models.card import card_of, flops_per_token
 from fivefold.observe import memory_picture, number_formats, timelines
 from fivefold.observe.timelines import LONGEST, Operator, trace_name, write_operators, write_pipeline_trace
 from fivefold.parallel.mesh import Microbatch, Share
-from fivefold.plan.advice.budget import noise_parts
+from fivefold_plan.advice.budget import noise_parts
 from fivefold.recipe import Recipe, microbatches_per_step, tokens_before, tokens_per_step
 from fivefold.recipe.entries import steps
 from fivefold.schedules.timelines import StepTimeline
@@ -40,7 +40,7 @@ from fivefold.sharding.parts import size_of
 from fivefold.sharding.units import scattered_once
 from fivefold.step.recorder import Counter, Recorder
 from fivefold.step.state import State, compute_mode
-from fivefold.trace.memory import Tracker, states_of
+from fivefold_plan.trace.memory import Tracker, states_of
 from fivefold.train.job import Job
 from fivefold.train.share import documents_of
 

@@ -22,15 +22,15 @@ from fivefold.host import machine
 from fivefold.launch import verdict
 from fivefold.launch.ranks import Ranks
 from fivefold.observe.format import size
-from fivefold.plan.advice.explain import LESS, Remedy, remedies
-from fivefold.plan.memory.memory import sums
-from fivefold.plan.predict import Plan, limit, priced_here
-from fivefold.plan.search.recompute_budget import MARGIN
-from fivefold.plan.search.search import search
+from fivefold_plan.advice.explain import LESS, Remedy, remedies
+from fivefold_plan.memory.memory import sums
+from fivefold_plan.predict import Plan, limit, priced_here
+from fivefold_plan.search.recompute_budget import MARGIN
+from fivefold_plan.search.search import search
 from fivefold.schedules.timelines import CATEGORIES
 from fivefold.sharding.layout import to_text
 from fivefold.step.state import State
-from fivefold.trace.memory import Tracker, states_of
+from fivefold_plan.trace.memory import Tracker, states_of
 from fivefold.train.job import Job
 
 NO_MEMORY = ("not enough memory", "can't allocate memory", "Cannot allocate memory", "std::bad_alloc")

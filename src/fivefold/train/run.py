@@ -46,7 +46,7 @@ from fivefold.train.hooks import RunHooks
 from fivefold.train.job import Job, shared, tokenizer_to_keep, write_initial
 from fivefold.train.loop import train_loop
 from fivefold.train.out_of_memory import explains_memory, foreseen
-from fivefold.train.prediction import Prediction
+from fivefold_plan.forecast.run import Prediction
 from fivefold.train.resume import load_initial, load_newest, rate_jump, resume
 from fivefold.train.self_test import settle
 from fivefold.train.server_run import ServerHooks, build_server, work

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fivefold.bench.peak import matmul_rate
+from fivefold.train.peak import matmul_rate
 from fivefold.checkpoint import store
 from fivefold.comm.membership import Endpoint
 from fivefold.data import DataSet, prepare, progress_bar
@@ -38,7 +38,7 @@ from fivefold.models.card import card_of
 from fivefold.models.custom import CustomModel, ModuleCard
 from fivefold.models.recomputation import budget_of
 from fivefold.observe.console import QUIET
-from fivefold.plan.predict import budget, planned_window, priced_here
+from fivefold_plan.predict import budget, planned_window, priced_here
 from fivefold.recipe import Recipe, change, entries, resolve
 from fivefold.recipe.resolve import in_layout, nearest_layout
 from fivefold.recipe.rules import allows
@@ -51,7 +51,7 @@ from fivefold.step.custom import custom_model, try_out
 from fivefold.step.state import compute_mode
 from fivefold.train.job import BatchSource, Job, initial
 from fivefold.train.out_of_memory import advice, what_is_saved
-from fivefold.train.prediction import add_exact
+from fivefold_plan.forecast.run import add_exact
 from fivefold.train.restart import Elastic, Restarts, go_back_once, grace_s, newest, record
 from fivefold.train.run import run_rank
 from fivefold.train.share import batches_of, streaming
