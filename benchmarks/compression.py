@@ -27,18 +27,18 @@ from typing import Any
 
 import torch
 
-from fivefold_plan.bench.hardware import SHAPES, encoding
 from fivefold.data import prepare
 from fivefold.host.machine import describe
 from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
-from fivefold_plan.cluster.clusters import parse
-from fivefold_plan.messages import volume
-from fivefold_plan.setting import FIVEFOLD_CPU, setting
 from fivefold.recipe import Recipe, expected_vocab_size, load, resolve
 from fivefold.sharding.layout import Layout
 from fivefold.train.job import Job
 from fivefold.train.run import run_rank
+from fivefold_plan.bench.hardware import SHAPES, encoding
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.messages import volume
+from fivefold_plan.setting import FIVEFOLD_CPU, setting
 
 SETS = ["model.seq_len=128", "data.tokenizer=bytes", "train.global_batch_size=8", "train.val_sequences=256",
         "train.sample_every=0", "train.sample_tokens=1", "observe.tracker=none"]  # fmt: skip

@@ -77,8 +77,8 @@ def measured(text: str, axis: Any) -> dict[str, float]:
     import torch
 
     from fivefold.comm.compress import compressed_sum
-    from fivefold_plan.messages.volume import SENT
     from fivefold.schedules.compression import compressor
+    from fivefold_plan.messages.volume import SENT
 
     compress = compressor(text)
     gradients = torch.randn(sum(map(math.prod, SHAPES)), generator=torch.Generator().manual_seed(axis.rank))

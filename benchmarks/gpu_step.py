@@ -37,11 +37,11 @@ def step(shape: str, size: int) -> None:
     """One microbatch of random tokens in a step, without documents, on one GPU."""
     from torch.profiler import ProfilerActivity, profile
 
-    from fivefold_plan.bench.gpu import plain, trials
     from fivefold.host.machine import let_segments_grow
     from fivefold.launch.ranks import Ranks
     from fivefold.step.state import build_state
     from fivefold.step.step import take_step
+    from fivefold_plan.bench.gpu import plain, trials
 
     let_segments_grow()
     ranks, recipe = Ranks(0, 1, 0, 1, GPU), trials.recipe_of(shape, "dp=1,recompute=none", 1, size)

@@ -266,11 +266,11 @@ def planned(found: dict[str, Any]) -> dict[str, Any]:
 
 def planned_bytes(plan: Any, local: int) -> float:
     """Bytes that leave the first host in a step: the planner's messages, each by its algorithm or by gloo's."""
-    from fivefold_plan.messages import volume
-    from fivefold_plan.messages.communication import GLOO, on_hosts, summed_by
     from fivefold.schedules.collectives import ALGORITHMS, build, shape_of
     from fivefold.schedules.collectives.cost import simulate
     from fivefold.sharding.layout import index_in
+    from fivefold_plan.messages import volume
+    from fivefold_plan.messages.communication import GLOO, on_hosts, summed_by
 
     total, s = 0.0, plan.setting
     for rank in range(local):

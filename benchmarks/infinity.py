@@ -170,12 +170,12 @@ def work(args: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from fivefold_plan.bench.hardware import bandwidth
     from fivefold.host.machine import keep_freed_memory, keep_little_memory
     from fivefold.launch import ranks as ranks_
     from fivefold.parallel.mesh import Microbatch
     from fivefold.step.state import build_state
     from fivefold.step.step import take_step
+    from fivefold_plan.bench.hardware import bandwidth
 
     which, rates = args.worker, []
     keep_little_memory() if which == "disk" else keep_freed_memory()

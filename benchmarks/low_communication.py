@@ -114,13 +114,13 @@ def measured(recipe: Recipe, data: DataSet) -> dict[str, Any]:
 
 def rank(recipe: Recipe, data: DataSet, out: Path, ranks: Ranks) -> int | None:
     """A rank's part of a run. The first writes the figures."""
-    from fivefold_plan.messages.volume import leaving
     from fivefold.step.state import build_state
     from fivefold.step.step import take_step
     from fivefold.step.validation import validate
-    from fivefold_plan.trace.traffic import Collectives
     from fivefold.train.job import Job
     from fivefold.train.share import reader, validation_sets
+    from fivefold_plan.messages.volume import leaving
+    from fivefold_plan.trace.traffic import Collectives
 
     state, job = build_state(recipe, ranks), Job(recipe, out, data)
     sent = Collectives(state.mesh)

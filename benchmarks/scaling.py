@@ -17,8 +17,8 @@ from typing import Any
 
 from fivefold.cli.main import main as fivefold
 from fivefold.files import write_atomically
-from fivefold_plan.advice.scaling import results
 from fivefold.recipe.sweep import read
+from fivefold_plan.advice.scaling import results
 
 RESULTS = Path(__file__).parent / "results" / "scaling.json"
 DIMS, RATES = (16, 32, 64, 128), ("1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2", "3.2e-2")

@@ -160,12 +160,12 @@ def planned_messages(
     recipe: Any, ranks: Any, counted: dict[tuple[str, str], tuple[int, int]]
 ) -> tuple[dict[tuple[str, str], tuple[int, int]], float, float]:
     """The planner's messages of this rank. Of the counted ones, the bytes that leave a host, and Psi between nodes."""
+    from fivefold.recipe import count_parameters
     from fivefold_plan.cluster.clusters import parse
     from fivefold_plan.messages import volume
     from fivefold_plan.messages.communication import group
     from fivefold_plan.predict import predict
     from fivefold_plan.setting import FIVEFOLD_CPU
-    from fivefold.recipe import count_parameters
 
     cluster = replace(parse("h100"), per_node=ranks.local_world)
     s = predict(recipe, cluster, FIVEFOLD_CPU).setting

@@ -21,10 +21,6 @@ import terminal_picture
 
 from fivefold.cli.main import main as fivefold
 from fivefold.draw.canvas import stacked
-from fivefold_plan.lessons import optimizer_paths
-from fivefold_plan.lessons import pictures as lesson_pictures
-from fivefold_plan.lessons.compare import compare
-from fivefold_plan.lessons.optimizer_paths import SURFACES, tuned
 from fivefold.observe import (
     collective_picture,
     layout_picture,
@@ -36,13 +32,6 @@ from fivefold.observe.number_formats import from_json as histogram_of
 from fivefold.observe.report import write_report
 from fivefold.observe.timelines import pipeline_svg, step_svg, utilisation_svg
 from fivefold.optim import OPTIMIZERS
-from fivefold_plan.advice.scaling import results as results_of
-from fivefold_plan.cluster.clusters import parse
-from fivefold_plan.pages.pictures import as_rows, frontier_svg, memory_svg, pictures, roofline_svg
-from fivefold_plan.pages.sweep import curve_picture, iso_flop_picture, length_picture
-from fivefold_plan.predict import predict
-from fivefold_plan.search.search import frontier, search
-from fivefold_plan.time.timeline import timeline
 from fivefold.recipe import load, resolve
 from fivefold.recipe.schema import PrecisionSection
 from fivefold.recipe.sweep import Row, Sweep
@@ -50,6 +39,17 @@ from fivefold.schedules import collectives
 from fivefold.schedules.pipeline import SCHEDULES, Costs, build, simulate
 from fivefold.schedules.timelines import StepTimeline
 from fivefold.sharding.layout import Layout
+from fivefold_plan.advice.scaling import results as results_of
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.lessons import optimizer_paths
+from fivefold_plan.lessons import pictures as lesson_pictures
+from fivefold_plan.lessons.compare import compare
+from fivefold_plan.lessons.optimizer_paths import SURFACES, tuned
+from fivefold_plan.pages.pictures import as_rows, frontier_svg, memory_svg, pictures, roofline_svg
+from fivefold_plan.pages.sweep import curve_picture, iso_flop_picture, length_picture
+from fivefold_plan.predict import predict
+from fivefold_plan.search.search import frontier, search
+from fivefold_plan.time.timeline import timeline
 from fivefold_plan.trace.depth import timelines as timelines_of_memory
 
 FOLDER = Path(__file__).absolute().with_name("parallelism") / "pictures"

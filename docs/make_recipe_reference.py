@@ -11,8 +11,8 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from fivefold.recipe import explain, load
-from fivefold_plan.foreign import KINDS, tables
 from fivefold.recipe.messages import KEYS, SECTIONS, allowed, entry_type, toml_value
+from fivefold_plan.foreign import KINDS, tables
 
 PAGE = Path(__file__).with_name("recipes.md")
 BEGIN = "<!-- What follows is written by docs/make_recipe_reference.py, from recipe/schema.py -->\n"

@@ -26,12 +26,12 @@ from fivefold.step import step
 from fivefold.step.state import State
 from fivefold.step.step import own_seconds
 from fivefold.step.validation import ValidationSet, validate
-from fivefold_plan.trace.fake import Fake
-from fivefold_plan.trace.step import DEVICE, probe, trace
 from fivefold.train import saver
 from fivefold.train.evaluate import Request, score
 from fivefold.train.faults import weights_fault
 from fivefold.train.generate import Sampling, generate
+from fivefold_plan.trace.fake import Fake
+from fivefold_plan.trace.step import DEVICE, probe, trace
 
 TOKENS = 4  # that are generated
 MICROBATCHES = 2

@@ -10,18 +10,18 @@ from fivefold.data import prepare
 from fivefold.data.batches import NOT_COUNTED
 from fivefold.launch.ranks import Ranks
 from fivefold.models import predicted
-from fivefold_plan.cluster.clusters import parse
-from fivefold_plan.predict import apart, for_recipe
-from fivefold_plan.setting import FIVEFOLD_CPU, Setting, setting
 from fivefold.precision import PRECISIONS
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.sharding.layout import Layout
 from fivefold.step.state import State, build_state
 from fivefold.step.step import take_step
+from fivefold.train.share import batches_of, share_of
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.predict import apart, for_recipe
+from fivefold_plan.setting import FIVEFOLD_CPU, Setting, setting
 from fivefold_plan.trace.memory import Tracker, states_of
 from fivefold_plan.trace.step import firsts
 from fivefold_plan.trace.traffic import Collectives
-from fivefold.train.share import batches_of, share_of
 
 V = 2048
 MODEL = [

@@ -22,11 +22,6 @@ from fivefold.errors import CommunicationError, UserError
 from fivefold.host import tables
 from fivefold.launch.ranks import Ranks
 from fivefold.parallel.mesh import Mesh
-from fivefold_plan.cluster.clusters import parse
-from fivefold_plan.memory import memory
-from fivefold_plan.messages import communication, volume
-from fivefold_plan.messages.communication import Group
-from fivefold_plan.predict import predict
 from fivefold.recipe import change, load, resolve
 from fivefold.recipe.rules.combinations import notes
 from fivefold.schedules.collectives import ALGORITHMS, shape_of
@@ -34,8 +29,13 @@ from fivefold.schedules.collectives.collective import messages_of
 from fivefold.schedules.collectives.registry import ALL_REDUCES, algorithm_problem, chosen, fastest, resolved
 from fivefold.sharding.layout import Layout, on_node, summing_groups
 from fivefold.sharding.layout import parse as parse_layout
-from fivefold_plan.trace.step import trace
 from fivefold.train.verify import compute
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.memory import memory
+from fivefold_plan.messages import communication, volume
+from fivefold_plan.messages.communication import Group
+from fivefold_plan.predict import predict
+from fivefold_plan.trace.step import trace
 
 CPU = torch.device("cpu")
 

@@ -9,14 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from sources import FILES, PACKAGES, SRC, name_of
 
-import fivefold
 from fivefold.models import ARCHITECTURES
 from fivefold.models.rules import having
 from fivefold.models.section import FACTS
 
-SRC = Path(fivefold.__file__).parent
-OUTSIDE = [f for f in sorted(SRC.rglob("*.py")) if f.relative_to(SRC).parts[0] != "models"]
+OUTSIDE = [file for file in FILES if not name_of(file).startswith("fivefold/models/")]
 
 
 OF_MIXTURES = {"experts", "experts_per_token", "capacity_factor", "balance_rate", "balance"}
@@ -49,7 +48,7 @@ def names_of_architectures(tree: ast.AST) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("file", OUTSIDE, ids=lambda f: str(f.relative_to(SRC)))
+@pytest.mark.parametrize("file", OUTSIDE, ids=name_of)
 def test_nothing_outside_models_names_an_architecture(file: Path) -> None:
     assert names_of_architectures(ast.parse(file.read_text(encoding="utf-8"))) == []
 
@@ -74,7 +73,8 @@ def test_that_test_finds_them(line: str) -> None:
 def test_a_folder_is_all_that_a_fifth_architecture_takes(tmp_path: Path) -> None:
     """A copy of the package with one folder more builds, counts, plans, traces, steps and exchanges its model."""
     package, ours = tmp_path / "src" / "fivefold", Path(__file__).parent / "tiny_arch"
-    shutil.copytree(SRC, package, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in PACKAGES:
+        shutil.copytree(SRC / name, tmp_path / "src" / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(
         ours, package / "models" / "tiny", ignore=shutil.ignore_patterns("__pycache__", "uses.py")
     )

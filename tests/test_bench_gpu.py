@@ -21,21 +21,21 @@ from layouts import compared, side, tiny
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from fivefold_plan.bench.gpu import doctor, plain, report, trials
-from fivefold_plan.bench.gpu.kernels import both, cases, pairs
-from fivefold_plan.bench.gpu.report import Row
-from fivefold_plan.bench.gpu.trials import PARTS, measure, recipe_of
 from fivefold.cli.main import main
 from fivefold.comm import Axis
 from fivefold.errors import UserError
 from fivefold.launch import local, ranks
 from fivefold.models.base import build
 from fivefold.models.section import ModelSection
-from fivefold_plan.cluster.clusters import parse
-from fivefold_plan.messages.communication import Group, collective
 from fivefold.precision import PRECISIONS
 from fivefold.recipe import Recipe, count_parameters, flops_per_token, load, resolve_model
 from fivefold.train.verify import verify
+from fivefold_plan.bench.gpu import doctor, plain, report, trials
+from fivefold_plan.bench.gpu.kernels import both, cases, pairs
+from fivefold_plan.bench.gpu.report import Row
+from fivefold_plan.bench.gpu.trials import PARTS, measure, recipe_of
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.messages.communication import Group, collective
 
 COMMAND = [sys.executable, "-P", "-m", "fivefold", "bench", "gpu"]
 

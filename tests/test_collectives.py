@@ -12,9 +12,6 @@ from message_order import group_halts, renamed
 
 from fivefold.errors import UserError
 from fivefold.observe.collective_picture import shares, to_svg, to_text
-from fivefold_plan.cluster.clusters import parse
-from fivefold_plan.messages.volume import counted
-from fivefold_plan.predict import predict
 from fivefold.recipe import load, resolve
 from fivefold.schedules.collectives import (
     ALGORITHMS,
@@ -29,6 +26,9 @@ from fivefold.schedules.collectives import (
 )
 from fivefold.schedules.collectives.collective import messages_of
 from fivefold.schedules.collectives.families.rooted import parent
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.messages.volume import counted
+from fivefold_plan.predict import predict
 
 EVERY = [(primitive, name) for primitive in PRIMITIVES for name in ALGORITHMS[primitive]]
 ALL_REDUCES = [

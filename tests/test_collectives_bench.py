@@ -10,11 +10,11 @@ import host_messages
 import pytest
 from host_links import HostLinks
 
-from fivefold_plan.bench.collectives import fastest, fitted
 from fivefold.cli.main import main
-from fivefold_plan.cluster.clusters import of_fit
 from fivefold.schedules.collectives import Collective, Move, Wire, build, shape_of
 from fivefold.schedules.collectives.cost import simulate
+from fivefold_plan.bench.collectives import fastest, fitted
+from fivefold_plan.cluster.clusters import of_fit
 
 
 def points(alpha: float, beta: float) -> list[list[float]]:

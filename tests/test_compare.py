@@ -24,11 +24,11 @@ from fivefold.observe.compare import (
     text,
 )
 from fivefold.observe.summary import summarize
+from fivefold.recipe import flops_per_token, load
+from fivefold.recipe.sweep import FINISHED, Row, Sweep
 from fivefold_plan.advice.scaling import results
 from fivefold_plan.pages.sweep import view
 from fivefold_play import recorded
-from fivefold.recipe import flops_per_token, load
-from fivefold.recipe.sweep import FINISHED, Row, Sweep
 
 
 @pytest.fixture

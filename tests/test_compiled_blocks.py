@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 from fivefold.models.card import card_of
 from fivefold.models.recomputation import region
+from fivefold.recipe import Recipe, load, resolve
+from fivefold.sharding.layout import Layout
 from fivefold_plan.cluster.clusters import parse
 from fivefold_plan.memory.memory import kept
 from fivefold_plan.predict import predict
-from fivefold.recipe import Recipe, load, resolve
-from fivefold.sharding.layout import Layout
 from fivefold_plan.trace import gpu
 from fivefold_plan.trace.blocks import Block
 

@@ -20,7 +20,6 @@ from steps import Numbers, planned, recipe_of
 from test_trace import measured
 from torch import Tensor
 
-from fivefold_plan.bench.hardware import encodings
 from fivefold.checkpoint import store
 from fivefold.comm import Axis
 from fivefold.comm.axis import counters
@@ -31,21 +30,22 @@ from fivefold.kernels.rounded import Quantizer
 from fivefold.launch.ranks import Ranks
 from fivefold.observe.report import page
 from fivefold.parallel.mesh import Mesh
-from fivefold_plan.cluster.clusters import parse
-from fivefold_plan.cluster.devices import of_table
-from fivefold_plan.cluster.measured import assumed_table
-from fivefold_plan.messages import volume
-from fivefold_plan.messages.volume import SENT
-from fivefold_plan.predict import held, predict
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
 from fivefold.recipe.rules.combinations import notes
 from fivefold.schedules.compression import LARGEST, TEXTS, Blocks, LowRank, Sparse, TopK, compressor, normal
 from fivefold.sharding.layout import Layout, describe, to_text
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
-from fivefold_plan.trace.step import trace
 from fivefold.train.resume import load_checkpoint
 from fivefold.train.share import share_of
+from fivefold_plan.bench.hardware import encodings
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.cluster.devices import of_table
+from fivefold_plan.cluster.measured import assumed_table
+from fivefold_plan.messages import volume
+from fivefold_plan.messages.volume import SENT
+from fivefold_plan.predict import held, predict
+from fivefold_plan.trace.step import trace
 
 V = 96
 

@@ -11,13 +11,13 @@ from fivefold.errors import UserError
 from fivefold.kernels.cross_entropy import drawn
 from fivefold.kernels.hashing import keys
 from fivefold.parallel.mesh import Microbatch
-from fivefold_plan.cluster.clusters import parse
-from fivefold_plan.messages import volume
-from fivefold_plan.predict import held, predict
 from fivefold.recipe import change, load, resolve
 from fivefold.step import curvature
 from fivefold.step.state import build_state
 from fivefold.step.step import forward_backward, take_step
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.messages import volume
+from fivefold_plan.predict import held, predict
 from fivefold_plan.trace.step import trace
 
 SOPHIA = ["optim.name=sophia", "precision.mode=fp32", "optim.estimate_every=2"]

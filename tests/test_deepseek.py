@@ -25,9 +25,9 @@ from fivefold.models.hf import from_hf_config, hf_config, to_hf
 from fivefold.models.layers import rope_table
 from fivefold.models.mixture import best_groups
 from fivefold.models.section import ModelSection
-from fivefold_plan.messages import volume
 from fivefold.recipe import active_parameters, count_parameters, load, resolve_model
 from fivefold.sharding.layout import to_text
+from fivefold_plan.messages import volume
 from fivefold_plan.trace.depth import exact
 
 ODD = {

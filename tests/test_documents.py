@@ -35,16 +35,16 @@ from fivefold.kernels.partial_attention import attend, attend_backward, queries
 from fivefold.kernels.tiling import Columns, Sample, scores, shared_spans
 from fivefold.models.base import build
 from fivefold.parallel import context
-from fivefold_plan.advice.explain import summary
-from fivefold_plan.cluster.clusters import parse
-from fivefold_plan.predict import predict
-from fivefold_plan.setting import FIVEFOLD, documents_of
-from fivefold_plan.setting import Documents as PlannedDocuments
 from fivefold.recipe import Recipe, change, flops_per_token, load, resolve
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.sequence import ring_columns, token_spans
 from fivefold.step.step import take_step
 from fivefold.train.share import share_of
+from fivefold_plan.advice.explain import summary
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.predict import predict
+from fivefold_plan.setting import FIVEFOLD, documents_of
+from fivefold_plan.setting import Documents as PlannedDocuments
 
 ROWS, T, V, END = 8, 32, 96, 0
 MODELS = {

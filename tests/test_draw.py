@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from fivefold_plan.commands.draw import offloaded
 from fivefold.cli.main import main
 from fivefold.kernels.tiling import Tiling
 from fivefold.observe import layout_picture, timelines
 from fivefold.observe.layout_picture import COLORS, holding, to_svg, to_text
 from fivefold.parallel.mesh import divided
-from fivefold_plan.cluster.clusters import parse
-from fivefold_plan.predict import predict
-from fivefold_plan.time.offload import ways
 from fivefold.recipe import count_parameters, load, resolve
 from fivefold.schedules.priority import Layer, Line, Simulation
 from fivefold.sharding.layout import Layout, equation
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.commands.draw import offloaded
+from fivefold_plan.predict import predict
+from fivefold_plan.time.offload import ways
 
 SETS = ["model.layers=8", "model.heads=4", "model.tie_embeddings=false", "train.global_batch_size=16"]
 LAYOUTS = [

@@ -31,8 +31,6 @@ from fivefold.launch import ranks as ranks_
 from fivefold.launch.local import Attempt, Outcome, launch
 from fivefold.launch.ranks import Ranks
 from fivefold.launch.verdict import Interrupt
-from fivefold_plan.cluster.clusters import parse
-from fivefold_plan.predict import predict
 from fivefold.recipe import Recipe, change, load, microbatches_per_step, resolve
 from fivefold.recipe.resolve import nearest_layout
 from fivefold.recipe.rules.combinations import notes
@@ -43,6 +41,8 @@ from fivefold.train.job import Job
 from fivefold.train.restart import Elastic, Restarts, Slots
 from fivefold.train.run import run_rank
 from fivefold.train.start import run_command
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.predict import predict
 
 MOE = ["model.arch=moe", "model.experts=6", "model.experts_per_token=2"]
 

@@ -24,15 +24,15 @@ from fivefold.models.layers import SwiGLU
 from fivefold.models.mixture import Assignment, Experts, grouped_linear
 from fivefold.parallel.expert import AllToAll, Transfer, Turns
 from fivefold.parallel.mesh import Mesh
-from fivefold_plan.cluster.clusters import parse
-from fivefold_plan.messages import volume
-from fivefold_plan.setting import setting
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.schedules.pipeline import build
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import local_shape, parts
 from fivefold.train import verify
 from fivefold.train.verify import alone, compute
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.messages import volume
+from fivefold_plan.setting import setting
 
 # Terms that are large enough to be seen in every gradient.
 MODEL = [

@@ -26,15 +26,15 @@ from fivefold.models.card import active_parameters, card_of, flops_per_token
 from fivefold.models.hf import from_hf_config, hf_config, made_from_hf, to_hf
 from fivefold.models.rules import model_rules
 from fivefold.models.weights import held
-from fivefold_plan.cluster.clusters import parse
-from fivefold_plan.messages import volume
-from fivefold_plan.predict import held as at_peak
-from fivefold_plan.setting import FIVEFOLD, FIVEFOLD_CPU, setting
 from fivefold.recipe import ModelSection, load, resolve_model
 from fivefold.schedules.collectives.collective import joined
 from fivefold.schedules.ring_attention import reach_of, slowest
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.sequence import token_spans
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.messages import volume
+from fivefold_plan.predict import held as at_peak
+from fivefold_plan.setting import FIVEFOLD, FIVEFOLD_CPU, setting
 from fivefold_plan.trace.depth import exact
 
 LAYOUTS = [

@@ -15,11 +15,11 @@ from fivefold.data import prepare
 from fivefold.errors import UserError
 from fivefold.observe.metrics import read_metrics
 from fivefold.recipe import Recipe, load
-from fivefold_plan.foreign import KINDS, Reading
-from fivefold_plan.foreign import tables as tables_of
 from fivefold.recipe.load import read_foreign
 from fivefold.recipe.messages import KEYS, SECTIONS
 from fivefold.train.start import run_command
+from fivefold_plan.foreign import KINDS, Reading
+from fivefold_plan.foreign import tables as tables_of
 
 MEGATRON = """#!/bin/bash
 TP=2   # a comment with --num-layers 99

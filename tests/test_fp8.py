@@ -32,7 +32,6 @@ from fivefold.models.card import card_of
 from fivefold.models.mixture import grouped_linear
 from fivefold.parallel import parallelize as parallelize_
 from fivefold.parallel.parallelize import rounded_layers
-from fivefold_plan.messages import volume
 from fivefold.precision import PRECISIONS
 from fivefold.precision.formats import FORMATS, Format
 from fivefold.precision.fp8 import SCALINGS, row_bytes
@@ -44,6 +43,7 @@ from fivefold.train import differences
 from fivefold.train.self_test import fall_back, self_test
 from fivefold.train.share import batches_of
 from fivefold.train.verify import reference_name
+from fivefold_plan.messages import volume
 
 E5M2 = FORMATS["fp8 e5m2"]
 

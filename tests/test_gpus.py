@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from fivefold_plan.bench.gpu.trials import PARTS
 from fivefold.cli.main import app
 from fivefold.errors import UserError
 from fivefold.host import gpus
@@ -33,6 +32,8 @@ from fivefold.step.step import Done, moment
 from fivefold.train import loop
 from fivefold.train import share as share_
 from fivefold.train.share import Copies
+from fivefold_plan.bench.gpu.trials import PARTS
+from fivefold_plan.commands import bench
 
 H100, A100, T4 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "Tesla T4"
 SLICE = "NVIDIA A100-SXM4-80GB MIG 3g.40gb"
@@ -192,7 +193,7 @@ def test_variables_that_hurt_are_warnings() -> None:
 
 def test_the_page_on_gpus_has_every_variable_that_hurts_and_every_part() -> None:
     page = (Path(__file__).parent.parent / "docs" / "gpu.md").read_text()
-    option = (Path(gpus.__file__).parents[1] / "cli" / "bench.py").read_text()
+    option = Path(bench.__file__).read_text()
     assert not [name for name, one in gpus.VARIABLES.items() if one.harm and f"`{name}=" not in page]
     assert not [part for part in PARTS if f"| `{part}` |" not in page]
     assert f"Some of {','.join(PARTS)}." in option

@@ -12,14 +12,14 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from fivefold_plan.bench import collectives, hardware, machine
-from fivefold_plan.bench.hardware import bandwidth
-from fivefold_plan.bench.machine import _axes
 from fivefold.host import tables
 from fivefold.launch.ranks import Ranks
 from fivefold.models.operations import Rate
 from fivefold.observe.prediction import read, rows, section, step_seconds
 from fivefold.parallel.offload.disk import SPAN, File
+from fivefold_plan.bench import collectives, hardware, machine
+from fivefold_plan.bench.hardware import bandwidth
+from fivefold_plan.bench.machine import _axes
 from fivefold_plan.cluster import measured
 from fivefold_plan.cluster.devices import of_table
 from fivefold_plan.cluster.measured import assumed_table

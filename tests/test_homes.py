@@ -10,14 +10,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from sources import FILES, SRC, name_of
 
-import fivefold
 from fivefold.kernels import sizes
 from fivefold.models.operations import Sizes
-from fivefold_plan import setting
 from fivefold.recipe import load, resolve
+from fivefold_plan import setting
 
-SRC = Path(fivefold.__file__).parent
 TABLES = (
     "kernels/sizes.py",
     "sharding/layout.py",
@@ -26,7 +25,7 @@ TABLES = (
     "host/devices.py",
     "host/devices.toml",
 )
-ROOMS = ("plan", "models")
+ROOMS = ("fivefold_plan", "fivefold/models")
 DISTINCT = 1 << 20  # smaller numbers mean many things: there the name must give it away
 POWERS = {10.0**n for n in range(6, 16)}  # units, not sizes
 OTHERS = {
@@ -114,11 +113,11 @@ def stated_again(code: str, tables: list[str]) -> list[str]:
 
 @pytest.mark.parametrize(
     "file",
-    [file for room in ROOMS for file in sorted((SRC / room).rglob("*.py"))],
-    ids=lambda f: str(f.relative_to(SRC)),
+    [file for file in FILES if name_of(file).startswith(ROOMS)],
+    ids=name_of,
 )
 def test_plan_states_no_size_again(file: Path) -> None:
-    tables = [code_of(SRC / table) for table in TABLES]
+    tables = [code_of(SRC / "fivefold" / table) for table in TABLES]
     code = file.read_text()
     for other in OTHERS:
         code = code.replace(other, "")
@@ -201,8 +200,8 @@ OTHER_WRITES = {  # what is written another way, and why
     ),
     ("comm/watchdog.py", "os.open"): "what ranks post, in a temporary folder of the launcher",
     ("observe/console.py", "os.open"): "the null device",
-    ("trace/gpu.py", "fdopen"): "the output of the process that traces",
-    ("play/talk.py", "fdopen"): "the output of the process with the model",
+    ("fivefold_plan/trace/gpu.py", "fdopen"): "the output of the process that traces",
+    ("fivefold_play/talk.py", "fdopen"): "the output of the process with the model",
 }
 
 
@@ -231,9 +230,9 @@ def writes(code: str) -> Iterator[tuple[int, str]]:
 def test_all_writes_go_through_files() -> None:
     """What a power cut may leave is replayed from what `files/writing.py` logs: see tests/chaos/power.py."""
     found = {
-        (str(file.relative_to(SRC)), call): line
-        for file in sorted(SRC.rglob("*.py"))
-        if file.parent != SRC / "files"
+        (name_of(file).removeprefix("fivefold/"), call): line
+        for file in FILES
+        if not name_of(file).startswith("fivefold/files/")
         for line, call in writes(file.read_text())
     }
     assert found.keys() <= OTHER_WRITES.keys(), found

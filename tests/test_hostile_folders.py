@@ -19,10 +19,10 @@ from fivefold.cli.main import app
 from fivefold.errors import LONGEST_MESSAGE, CheckFailed, CommunicationError, UserError, printable
 from fivefold.files import reading, writing
 from fivefold.launch import verdict
-from fivefold_play.state import State
 from fivefold.recipe import Recipe, change, load
 from fivefold.train.generate import open_run
 from fivefold.train.start import run_command
+from fivefold_play.state import State
 
 SECRET = "of somebody else"
 

@@ -30,8 +30,6 @@ from fivefold.models.mixture import (
 from fivefold.models.moe.module import Model as MoE
 from fivefold.observe.metrics import read_metrics
 from fivefold.parallel import recompute
-from fivefold_plan.cluster.clusters import parse
-from fivefold_plan.setting import setting
 from fivefold.recipe import (
     ModelSection,
     Recipe,
@@ -43,6 +41,8 @@ from fivefold.recipe import (
     resolve_model,
 )
 from fivefold.sharding.layout import Layout
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.setting import setting
 
 SMALL = {"arch": "moe", "layers": 2, "dim": 32, "heads": 4, "kv_heads": 2, "vocab_size": 64, "seq_len": 16}
 EXPERTS = {"experts": 6, "experts_per_token": 2, "expert_ffn_dim": 24}

@@ -29,11 +29,11 @@ from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
 from fivefold.models.section import ModelSection
 from fivefold.parallel.mesh import divided
 from fivefold.parallel.parallelize import rounded_blocks
-from fivefold_plan.messages import volume
-from fivefold_plan.setting import _rounded
 from fivefold.recipe import load
 from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.parts import stage_blocks
+from fivefold_plan.messages import volume
+from fivefold_plan.setting import _rounded
 from fivefold_plan.trace.blocks import kinds
 from fivefold_plan.trace.depth import exact
 

@@ -3,11 +3,11 @@
 import pytest
 
 from fivefold.models.card import card_of
-from fivefold_plan.cluster.clusters import parse, with_margin
-from fivefold_plan.predict import predict
 from fivefold.recipe import active_parameters, count_parameters, load, shipped
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import stage_blocks
+from fivefold_plan.cluster.clusters import parse, with_margin
+from fivefold_plan.predict import predict
 
 # Recipe: (parameters, vocabulary, source). Vocabulary: the published one, where the recipe rounds it up to a multiple
 # of 64. "HF": elements of the published weights on Hugging Face, without tied copies.

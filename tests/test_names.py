@@ -9,16 +9,13 @@ import re
 from collections import defaultdict
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 
 import pytest
+from sources import FILES, SRC
 
-import fivefold
 from fivefold.recipe import Recipe
 
-SRC = Path(fivefold.__file__).parent
-ROOT = SRC.parents[1]
-FILES = sorted(SRC.rglob("*.py"))
+ROOT = SRC.parent
 NAME = re.compile(r"`(?:[a-z_]+/)*([A-Za-z_]\w*)\.([A-Za-z_]\w*)(?:\.\w+)*(?:\(\))?`")
 ENDS = {"c", "cpp", "csv", "html", "json", "jsonl", "js", "css", "md", "py", "sh", "svg", "toml", "txt", "h"}
 """Endings of files."""

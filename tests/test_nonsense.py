@@ -8,12 +8,12 @@ from typer.testing import CliRunner
 
 from fivefold.cli.main import app
 from fivefold.errors import UserError
-from fivefold_plan.cluster.clusters import parse as parse_cluster
-from fivefold_plan.predict import predict
 from fivefold.recipe import Recipe, change, load
 from fivefold.recipe.rules import allows
 from fivefold.sharding.layout import Layout, parse
 from fivefold.sharding.layout_rules import nearest, validate
+from fivefold_plan.cluster.clusters import parse as parse_cluster
+from fivefold_plan.predict import predict
 
 RUNNER = CliRunner()
 SETS = ["model.vocab_size=4098", "model.ffn_dim=2304", "train.microbatch_size=none"]

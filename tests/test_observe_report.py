@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from observe_run import make_run
+from sources import PACKAGES, SRC
 
-import fivefold.observe
 from fivefold.draw.canvas import linear_scale, log_scale, tick_labels, ticks
 from fivefold.errors import UserError
 from fivefold.observe.chart import Chart, Series, draw, smooth, thin
@@ -259,9 +259,11 @@ def test_tick_labels_and_ticks() -> None:
 
 
 def test_page_pieces_are_in_the_wheel() -> None:
-    package = Path(fivefold.observe.__file__).parents[1]
-    settings = tomllib.loads((package.parents[1] / "pyproject.toml").read_text())
-    patterns = settings["tool"]["setuptools"]["package-data"]["fivefold"]
-    for piece in (package / "observe" / "page").iterdir():
-        name = piece.relative_to(package).as_posix()
-        assert any(fnmatch.fnmatch(name, pattern) for pattern in patterns), name
+    """And all other files that are no modules."""
+    settings = tomllib.loads((SRC.parent / "pyproject.toml").read_text())["tool"]["setuptools"]
+    for package in PACKAGES:
+        patterns = settings["package-data"][package]
+        for piece in (SRC / package).rglob("*.*"):
+            if piece.is_file() and piece.suffix not in (".py", ".pyc"):
+                name = piece.relative_to(SRC / package).as_posix()
+                assert any(fnmatch.fnmatch(name, pattern) for pattern in patterns), name

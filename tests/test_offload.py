@@ -25,8 +25,6 @@ from fivefold.parallel.offload.disk import THREADS, Disk, File
 from fivefold.parallel.offload.pages import Pages
 from fivefold.parallel.offload.update import SLOTS, StreamedUpdater
 from fivefold.parallel.parallelize import Parallel
-from fivefold_plan.messages import volume
-from fivefold_plan.time.offload import streams
 from fivefold.recipe import change, resolve
 from fivefold.schedules.timelines import UPDATE
 from fivefold.sharding import tiers
@@ -34,9 +32,11 @@ from fivefold.sharding.layout import Layout
 from fivefold.step.recorder import Recorder
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
-from fivefold_plan.trace.memory import Tracker
 from fivefold.train.faults import judged, note
 from fivefold.train.share import batches_of, share_of
+from fivefold_plan.messages import volume
+from fivefold_plan.time.offload import streams
+from fivefold_plan.trace.memory import Tracker
 
 STEPS = 3
 

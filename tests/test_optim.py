@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.cli.main import main
 from fivefold.errors import UserError
-from fivefold_plan.lessons.optimizer_paths import FAMILIES, SURFACES, contours, path, to_svg, to_text, tuned
 from fivefold.models.card import card_of, resolve_model
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS, learning_rate
@@ -38,6 +37,7 @@ from fivefold.sharding.parts import Sections, boxes, held, local_shape
 from fivefold.step import step as steps_of
 from fivefold.step.state import build_state
 from fivefold.step.step import NORM, judge, outlier
+from fivefold_plan.lessons.optimizer_paths import FAMILIES, SURFACES, contours, path, to_svg, to_text, tuned
 from fivefold_plan.trace.memory import is_free
 
 SCHEDULES = ["cosine", "linear", "wsd", "constant"]

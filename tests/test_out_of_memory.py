@@ -24,15 +24,15 @@ from fivefold.host import machine
 from fivefold.kernels.adamw import AdamW
 from fivefold.launch import verdict
 from fivefold.models.llama.module import Block, Model
-from fivefold_plan import predict
-from fivefold_plan.advice.explain import remedies
-from fivefold_plan.cluster.measured import assumed_table
-from fivefold_plan.predict import priced_here
 from fivefold.recipe import change, load, resolve, to_toml
 from fivefold.train import out_of_memory as oom
 from fivefold.train.job import Job
 from fivefold.train.out_of_memory import advice, out_of_memory
 from fivefold.train.start import run_command
+from fivefold_plan import predict
+from fivefold_plan.advice.explain import remedies
+from fivefold_plan.cluster.measured import assumed_table
+from fivefold_plan.predict import priced_here
 
 CPU = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
 

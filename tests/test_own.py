@@ -28,13 +28,13 @@ from fivefold import ModuleCard
 from fivefold.errors import UserError
 from fivefold.models.card import card_of, cut_of
 from fivefold.parallel.offload import activations
-from fivefold_plan.predict import held
 from fivefold.recipe import Recipe, load, resolve
 from fivefold.sharding.parts import Cut
 from fivefold.step.custom import custom_model
 from fivefold.step.state import build_state
 from fivefold.step.step import rate, take_step
 from fivefold.train.start import run_command
+from fivefold_plan.predict import held
 
 SIZES = [
     "model.layers=4", "model.dim=32", "model.heads=4", "model.kv_heads=4", f"model.seq_len={T}",

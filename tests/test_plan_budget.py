@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 from fivefold.cli import budgets, options
 from fivefold.cli.main import app
 from fivefold.errors import UserError
+from fivefold.recipe import change, count_parameters, load
 from fivefold_plan.advice import budget, failures
 from fivefold_plan.advice.budget import Questions, answer, ask, lines
 from fivefold_plan.cluster.clusters import parse
 from fivefold_plan.predict import Plan, predict
 from fivefold_plan.search import search as searching
 from fivefold_plan.search.search import fewest_devices, search
-from fivefold.recipe import change, count_parameters, load
 
 RUNNER = CliRunner()
 LLAMA = load("llama-7b", ["train.global_batch_size=512"], "dp=64,zero=1")

@@ -9,6 +9,11 @@ import pytest
 from fivefold.cli.main import app
 from fivefold.errors import UserError
 from fivefold.host.devices import BY_NAME, PCIE
+from fivefold.precision import DTYPES
+from fivefold.recipe import load
+from fivefold.schedules.collectives import Primitive, build
+from fivefold.schedules.collectives.cost import compare, simulate
+from fivefold.sharding.layout import Layout
 from fivefold_plan.cluster import measured
 from fivefold_plan.cluster.clusters import PRESETS, of_gpu, parse, topology
 from fivefold_plan.cluster.devices import Storage
@@ -17,11 +22,6 @@ from fivefold_plan.messages import communication
 from fivefold_plan.messages.communication import collective
 from fivefold_plan.predict import predict
 from fivefold_plan.setting import mode_of
-from fivefold.precision import DTYPES
-from fivefold.recipe import load
-from fivefold.schedules.collectives import Primitive, build
-from fivefold.schedules.collectives.cost import compare, simulate
-from fivefold.sharding.layout import Layout
 
 
 @pytest.mark.parametrize("name", list(PRESETS))

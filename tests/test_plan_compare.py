@@ -16,9 +16,19 @@ import pytest
 from observe_page import check_contrast, check_drawn, check_structure
 from typer.testing import CliRunner
 
-from fivefold_plan.commands.lessons import criteria_table
 from fivefold.cli.main import app, main
 from fivefold.errors import UserError
+from fivefold.models.section import ModelSection
+from fivefold.observe import format as words_of
+from fivefold.recipe import Recipe, count_parameters, load, resolve_model
+from fivefold.schedules.timelines import COMPUTE, WAIT
+from fivefold.sharding.layout import Layout, to_text
+from fivefold.sharding.layout import parse as fields
+from fivefold_plan.cluster import measured
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.cluster.devices import Cluster, of_table
+from fivefold_plan.cluster.measured import assumed_table
+from fivefold_plan.commands.lessons import criteria_table
 from fivefold_plan.lessons import overlap, pictures
 from fivefold_plan.lessons.compare import (
     DIMENSION_OF,
@@ -31,12 +41,6 @@ from fivefold_plan.lessons.compare import (
     redundant,
 )
 from fivefold_plan.lessons.compare import words as message_words
-from fivefold.models.section import ModelSection
-from fivefold.observe import format as words_of
-from fivefold_plan.cluster import measured
-from fivefold_plan.cluster.clusters import parse
-from fivefold_plan.cluster.devices import Cluster, of_table
-from fivefold_plan.cluster.measured import assumed_table
 from fivefold_plan.memory import memory, model_states
 from fivefold_plan.messages import volume
 from fivefold_plan.predict import predict
@@ -44,10 +48,6 @@ from fivefold_plan.setting import FIVEFOLD, Setting, setting
 from fivefold_plan.time import cost, stage_costs, time
 from fivefold_plan.time.cost import stream
 from fivefold_plan.time.timeline import timeline
-from fivefold.recipe import Recipe, count_parameters, load, resolve_model
-from fivefold.schedules.timelines import COMPUTE, WAIT
-from fivefold.sharding.layout import Layout, to_text
-from fivefold.sharding.layout import parse as fields
 
 RUNNER = CliRunner()
 PROGRAM = observe_browser.find()

@@ -12,6 +12,9 @@ import published
 import pytest
 
 from fivefold.models.recomputation import region
+from fivefold.recipe import load, resolve_model
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.units import ROWS
 from fivefold_plan.cluster.clusters import parse
 from fivefold_plan.cluster.devices import Device, Link
 from fivefold_plan.memory import memory
@@ -19,9 +22,6 @@ from fivefold_plan.predict import predict
 from fivefold_plan.setting import Setting, Software, setting
 from fivefold_plan.software import PROGRAMS, Evidence, evidence, said
 from fivefold_plan.time import time
-from fivefold.recipe import load, resolve_model
-from fivefold.sharding.layout import Layout
-from fivefold.sharding.units import ROWS
 
 RESULTS = Path(published.__file__).parents[1] / "results"
 SHEET = {"peak", "units", "memory", "bandwidth", "watts", "measured", "reduce", "mesh"}

@@ -8,6 +8,7 @@ import pytest
 from fivefold.cli.main import main
 from fivefold.errors import UserError
 from fivefold.host import tables
+from fivefold.recipe import load
 from fivefold_plan.cluster import measured
 from fivefold_plan.cluster.clusters import parse, topology
 from fivefold_plan.cluster.devices import Cluster
@@ -15,7 +16,6 @@ from fivefold_plan.cluster.measured import assumed_table
 from fivefold_plan.messages import communication
 from fivefold_plan.messages.communication import Group, collective
 from fivefold_plan.predict import predict
-from fivefold.recipe import load
 
 HOSTS = 'base = "local"\ndevices_per_node = 2\ninter_gb_s = 0.025\ninter_latency_us = 100\n'
 SETS = ["train.sample_every=0", "model.vocab_size=4096", "train.microbatch_size=2", "precision.mode=fp32"]

@@ -8,11 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from fivefold_plan.bench import machine as bench
 from fivefold.cli import bench as commands_of_bench
 from fivefold.errors import BusyError, UserError
 from fivefold.host import tables
 from fivefold.models.operations import Matmul
+from fivefold.recipe import Recipe, load
+from fivefold.schedules.pipeline import Costs, build, simulate, simulate_oversubscribed
+from fivefold_plan.bench import machine as bench
 from fivefold_plan.cluster import measured
 from fivefold_plan.cluster.calibrate import FinishedRun, fit
 from fivefold_plan.cluster.clusters import parse
@@ -23,8 +25,6 @@ from fivefold_plan.messages.communication import Group, collective
 from fivefold_plan.predict import Plan, predict
 from fivefold_plan.search.search import search
 from fivefold_plan.time import cost
-from fivefold.recipe import Recipe, load
-from fivefold.schedules.pipeline import Costs, build, simulate, simulate_oversubscribed
 
 SETS = [
     "train.sample_every=0",

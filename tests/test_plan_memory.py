@@ -16,6 +16,11 @@ from fivefold.models.card import card_of
 from fivefold.models.operations import Sizes
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
+from fivefold.recipe import Recipe, count_parameters, load, resolve_model
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.parts import held, size_of
+from fivefold.train import prediction
+from fivefold.train.user_hooks import WITHOUT
 from fivefold_plan.cluster.clusters import parse
 from fivefold_plan.cluster.devices import of_table
 from fivefold_plan.cluster.measured import assumed_table
@@ -25,12 +30,7 @@ from fivefold_plan.predict import held as at_peak
 from fivefold_plan.predict import predict
 from fivefold_plan.search.search import apply, search
 from fivefold_plan.setting import FIVEFOLD, FIVEFOLD_CPU, PAPER, Software, own_states, setting
-from fivefold.recipe import Recipe, count_parameters, load, resolve_model
-from fivefold.sharding.layout import Layout
-from fivefold.sharding.parts import held, size_of
 from fivefold_plan.trace.depth import exact
-from fivefold.train import prediction
-from fivefold.train.user_hooks import WITHOUT
 
 BF16, FP32 = own_states("bf16"), own_states("fp32")
 # arXiv 1910.02054, table 1: GB of model states by data-parallel size; ZeRO stages 1, 2, 3 of 7.5B, 128B, 1T.

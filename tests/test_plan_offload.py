@@ -9,15 +9,15 @@ import pytest
 from steps import planned, recipe_of
 
 from fivefold.errors import UserError
+from fivefold.recipe import change, load
+from fivefold.recipe.rules import contradictions
+from fivefold.sharding import tiers
+from fivefold.sharding.tiers import OFFLOADS, flows
 from fivefold_plan.cluster.clusters import parse
 from fivefold_plan.cluster.devices import Storage
 from fivefold_plan.predict import held, predict, price
 from fivefold_plan.search.search import apply, search
 from fivefold_plan.time import offload
-from fivefold.recipe import change, load
-from fivefold.recipe.rules import contradictions
-from fivefold.sharding import tiers
-from fivefold.sharding.tiers import OFFLOADS, flows
 from fivefold_plan.trace.step import trace
 
 GIB = 2**30

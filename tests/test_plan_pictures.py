@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 
 from fivefold.cli.main import app
 from fivefold.observe.format import memory_text
+from fivefold.recipe import load
+from fivefold.sharding.layout import to_text as layout_text
 from fivefold_plan.cluster.clusters import parse
 from fivefold_plan.pages import pictures as plan_text
 from fivefold_plan.pages.pictures import (
@@ -25,8 +27,6 @@ from fivefold_plan.predict import Plan, predict
 from fivefold_plan.search import search as searching
 from fivefold_plan.search.search import frontier, search
 from fivefold_plan.time.stage_costs import pipeline, stage_costs
-from fivefold.recipe import load
-from fivefold.sharding.layout import to_text as layout_text
 
 LAYOUTS = (
     "dp=64,zero=1",

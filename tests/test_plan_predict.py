@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 from fivefold.cli.main import app
 from fivefold.errors import UserError
+from fivefold.recipe import change, load
 from fivefold_plan.cluster.clusters import parse
 from fivefold_plan.memory import model_states
 from fivefold_plan.messages import volume
 from fivefold_plan.predict import Plan, predict
-from fivefold.recipe import change, load
 
 RUNNER = CliRunner()
 LLAMA = load("llama-7b", ["train.global_batch_size=512"])

@@ -16,6 +16,11 @@ from marks import only, slow
 from search_speed import cases
 
 from fivefold.errors import UserError
+from fivefold.recipe import Recipe, change, load
+from fivefold.recipe.rules import contradictions, with_layout
+from fivefold.schedules.pipeline import SCHEDULES
+from fivefold.sharding.layout import Layout, divisors, largest, to_text
+from fivefold.sharding.sequence import METHODS
 from fivefold_plan import setting
 from fivefold_plan.advice.explain import fold, reasons, summary
 from fivefold_plan.cluster.clusters import parse, with_margin
@@ -31,11 +36,6 @@ from fivefold_plan.search.search import apply, search, space_of
 from fivefold_plan.search.shared import SharedCosts
 from fivefold_plan.search.space import SEQUENCES, Choice, Space
 from fivefold_plan.setting import documents_of
-from fivefold.recipe import Recipe, change, load
-from fivefold.recipe.rules import contradictions, with_layout
-from fivefold.schedules.pipeline import SCHEDULES
-from fivefold.sharding.layout import Layout, divisors, largest, to_text
-from fivefold.sharding.sequence import METHODS
 
 PUBLISHED = json.loads(
     (Path(__file__).parents[1] / "benchmarks/results/planner_published.json").read_text(encoding="utf-8")

@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 from fivefold.cli.main import app
 from fivefold.errors import UserError
-from fivefold_plan.lessons.terms import Asked, evaluate, part_of, terms
 from fivefold.models.card import card_of
-from fivefold_plan.cluster.clusters import parse
-from fivefold_plan.predict import predict
 from fivefold.recipe import load
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.lessons.terms import Asked, evaluate, part_of, terms
+from fivefold_plan.predict import predict
 
 DOCS = Path(__file__).parent.parent / "docs" / "planner.md"
 PIPELINE = "llama2-7b --set train.global_batch_size=8 --set train.microbatch_size=1"

@@ -19,6 +19,8 @@ from fivefold.models.operations import Matmul, Operation, TensorWay
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.updater import Updater
+from fivefold.recipe import count_parameters, load, resolve_model
+from fivefold.sharding.layout import Layout
 from fivefold_plan.cluster.clusters import parse
 from fivefold_plan.cluster.devices import Cluster
 from fivefold_plan.memory import model_states
@@ -29,8 +31,6 @@ from fivefold_plan.setting import FIVEFOLD, Setting, Software, setting
 from fivefold_plan.software import PROGRAMS, PUBLISHED, evidence, program
 from fivefold_plan.time import cost, stage_costs, time
 from fivefold_plan.time.cost import message, operation
-from fivefold.recipe import count_parameters, load, resolve_model
-from fivefold.sharding.layout import Layout
 
 TABLES = Path(published.__file__).with_name("tables")
 

@@ -11,11 +11,11 @@ from steps import counted, planned
 from sweep import candidates
 
 from fivefold.models.card import card_of
-from fivefold_plan.messages import volume
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.parts import local_parameters
 from fivefold.sharding.units import keepings
+from fivefold_plan.messages import volume
 
 TWO = [
     "dp=2,zero=2", "cp=2,cp_method=ulysses", "pp=2", "tp=2,sp=true,sp_regather=true",

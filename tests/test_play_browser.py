@@ -16,8 +16,8 @@ from playing import Play, give, playing, press, until
 
 from fivefold.files import owned
 from fivefold.observe import timelines
-from fivefold_play.server import PARTS
 from fivefold.schedules.timelines import COMPUTE, Span, StepTimeline
+from fivefold_play.server import PARTS
 
 EVIL = "<img src=x onerror=window.evil=1><script>window.evil=1</script>"
 

@@ -21,6 +21,8 @@ from playing import Play, playing
 
 from fivefold.errors import UserError
 from fivefold.observe.format import memory_text, short_number
+from fivefold.recipe import shipped
+from fivefold.sharding.layout import parse
 from fivefold_plan.advice.budget import Questions
 from fivefold_plan.advice.budget import answer as answer_of
 from fivefold_plan.asked import Typed, read
@@ -30,8 +32,6 @@ from fivefold_plan.predict import Plan, predict
 from fivefold_play.commands import Command, Commands
 from fivefold_play.machine import answer
 from fivefold_play.position import FIELDS, Position, moved
-from fivefold.recipe import shipped
-from fivefold.sharding.layout import parse
 
 LLAMA = Position("llama2-7b", ("train.global_batch_size=256",), "pp=2,tp=4,dp=8,zero=1,sp=true", "h100:64")
 

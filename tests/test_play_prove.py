@@ -11,10 +11,10 @@ from playing import Play, playing
 from test_player import data
 
 from fivefold.observe.collective_picture import values
-from fivefold_play import prove
-from fivefold_play.state import State
 from fivefold.schedules.collectives import ALGORITHMS, build
 from fivefold.schedules.collectives import prove as states_of
+from fivefold_play import prove
+from fivefold_play.state import State
 
 
 @pytest.fixture(scope="module")

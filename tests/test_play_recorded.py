@@ -101,8 +101,8 @@ def test_a_search_s_page_stands_at_its_best_plan(tmp_path: Path, monkeypatch: py
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp=64,zero=1", "pp=4,tp=4,dp=4,zero=1"])
 def test_a_whole_page_is_small(tmp_path: Path, layout: str) -> None:
-    from fivefold_plan.commands.plan import write_page
     from fivefold.recipe import load
+    from fivefold_plan.commands.plan import write_page
 
     path = tmp_path / "plan.html"
     write_page(path, load("llama2-7b", [], layout), Typed("llama2-7b", [], "h100:64"))

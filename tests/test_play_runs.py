@@ -21,11 +21,11 @@ from fivefold.errors import UserError
 from fivefold.files import owned
 from fivefold.files.reading import DEEPEST
 from fivefold.observe import timelines
+from fivefold.recipe import shipped, sweep
+from fivefold.schedules.timelines import COMPUTE, Span, StepTimeline
 from fivefold_play import train, watch
 from fivefold_play.jobs import Jobs
 from fivefold_play.state import State
-from fivefold.recipe import shipped, sweep
-from fivefold.schedules.timelines import COMPUTE, Span, StepTimeline
 
 SIZES = {"parameters": 1e4, "tokens": 1e5, "flops": 6e9, "val_loss": 2.0}
 EVIL = "<img src=x onerror=alert(1)>"

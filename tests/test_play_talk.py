@@ -15,8 +15,8 @@ from playing import Play, playing
 from test_chat import make_run
 
 from fivefold.checkpoint import store, write
-from fivefold_play.talk import KINDS, LIKELIEST, MOST_TEXT, Talker
 from fivefold.train.generate import Sampling, generate_text, open_run
+from fivefold_play.talk import KINDS, LIKELIEST, MOST_TEXT, Talker
 
 HOSTILE = "<img src=x onerror=alert(1)> \x1b[31m {{ 7 * 7 }} ' \" </script>\n"
 

@@ -13,11 +13,11 @@ import pytest
 from patience import PATIENCE
 from playing import Play, playing
 
+from fivefold.recipe import load
 from fivefold_plan.cluster import measured
 from fivefold_plan.cluster.clusters import LOCAL, parse
 from fivefold_plan.predict import predict
 from fivefold_play import text
-from fivefold.recipe import load
 
 
 @pytest.fixture(scope="module")

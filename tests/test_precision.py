@@ -26,17 +26,17 @@ from fivefold.optim import OPTIMIZERS, kept_in
 from fivefold.optim.rounding import Rounder, round_stochastic_
 from fivefold.optim.scaling import HIGHEST, LOWEST, LossScale
 from fivefold.optim.updater import Rounded, Updater
-from fivefold_plan.cluster.clusters import parse
-from fivefold_plan.predict import held, predict
-from fivefold_plan.setting import own_states
 from fivefold.precision import DTYPES, PRECISIONS, torch_dtype
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import Part, boxes, local_shape, whole
 from fivefold.step.state import State, build_state
 from fivefold.step.step import take_step
-from fivefold_plan.trace.step import trace
 from fivefold.train.differences import TIMES
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.predict import held, predict
+from fivefold_plan.setting import own_states
+from fivefold_plan.trace.step import trace
 
 
 def rounded(x: torch.Tensor, keys: tuple[int, int], box=None, shape=None) -> torch.Tensor:

@@ -28,11 +28,11 @@ from fivefold.models.card import card_of, flops_per_token
 from fivefold.models.hf import from_hf_config, hf_config, to_hf
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
+from fivefold.recipe import active_parameters, count_parameters, load, resolve_model
+from fivefold.sharding.layout import Layout
 from fivefold_plan.cluster.clusters import parse
 from fivefold_plan.messages import volume
 from fivefold_plan.setting import setting
-from fivefold.recipe import active_parameters, count_parameters, load, resolve_model
-from fivefold.sharding.layout import Layout
 
 SIZES = {
     "arch": "qwen3_next",

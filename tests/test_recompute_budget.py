@@ -20,6 +20,9 @@ from typer.testing import CliRunner
 from fivefold.cli.main import app
 from fivefold.errors import UserError
 from fivefold.models.recomputation import budget_of, of_blocks, runs_of
+from fivefold.recipe import Recipe, change, load, microbatches_per_step
+from fivefold.sharding.layout import Layout
+from fivefold.train.start import run_command
 from fivefold_plan import predict as planner
 from fivefold_plan.cluster.clusters import parse
 from fivefold_plan.cluster.devices import of_table
@@ -27,10 +30,7 @@ from fivefold_plan.cluster.measured import assumed_table
 from fivefold_plan.predict import budget, predict, priced_here, within
 from fivefold_plan.search.search import search
 from fivefold_plan.setting import FIVEFOLD_CPU
-from fivefold.recipe import Recipe, change, load, microbatches_per_step
-from fivefold.sharding.layout import Layout
 from fivefold_plan.trace.step import trace
-from fivefold.train.start import run_command
 
 
 def test_modes_of_blocks_are_text() -> None:

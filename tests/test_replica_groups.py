@@ -27,19 +27,19 @@ from fivefold.models.base import build
 from fivefold.optim import OPTIMIZERS, learning_rate
 from fivefold.parallel.diloco import sum_int8
 from fivefold.parallel.mesh import Mesh
-from fivefold_plan.cluster.clusters import parse
-from fivefold_plan.cluster.devices import Cluster
-from fivefold_plan.messages import volume
-from fivefold_plan.predict import Plan, predict
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.recipe.rules.combinations import notes
 from fivefold.schedules.compression import INT8
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.sync import ReplicaGroups, outer_messages
 from fivefold.step.step import take_step
+from fivefold.train.share import batches_of
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.cluster.devices import Cluster
+from fivefold_plan.messages import volume
+from fivefold_plan.predict import Plan, predict
 from fivefold_plan.trace.depth import depths, exact
 from fivefold_plan.trace.traffic import Collectives
-from fivefold.train.share import batches_of
 
 DILOCO = ["sync.method=diloco", "sync.every=3"]
 

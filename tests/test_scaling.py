@@ -10,9 +10,9 @@ import pytest
 from commands import REPO
 
 from fivefold.errors import UserError
+from fivefold.recipe.sweep import FINISHED, Row, Sweep
 from fivefold_plan.advice.budget import BESIROGLU, FLOPS, HOFFMANN, Law
 from fivefold_plan.advice.scaling import Run, fit, iso_flops, results
-from fivefold.recipe.sweep import FINISHED, Row, Sweep
 
 SIZES, LENGTHS = (1e7, 4e7, 1.6e8, 6.4e8), (1e9, 4e9, 1.6e10, 6.4e10)
 

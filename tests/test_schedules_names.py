@@ -4,13 +4,12 @@ import ast
 from pathlib import Path
 
 import pytest
+from sources import FILES, SRC, name_of
 
-import fivefold
 from fivefold.schedules.pipeline import DEFAULT, SCHEDULES
 
-SRC = Path(fivefold.__file__).parent
-FILES = [file for file in sorted(SRC.rglob("*.py")) if (SRC / "schedules") not in file.parents]
-ALLOWED = {"recipe/schema.py": [DEFAULT]}  # the recipe's default
+OTHERS = [file for file in FILES if not name_of(file).startswith("fivefold/schedules/")]
+ALLOWED = {"fivefold/recipe/schema.py": [DEFAULT]}  # the recipe's default
 
 
 def named(text: str) -> list[str]:
@@ -22,9 +21,9 @@ def named(text: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SRC)))
+@pytest.mark.parametrize("file", OTHERS, ids=name_of)
 def test_no_schedule_is_named_elsewhere(file: Path) -> None:
-    assert named(file.read_text(encoding="utf-8")) == ALLOWED.get(str(file.relative_to(SRC)), [])
+    assert named(file.read_text(encoding="utf-8")) == ALLOWED.get(name_of(file), [])
 
 
 def test_a_name_would_be_found() -> None:
@@ -32,6 +31,6 @@ def test_a_name_would_be_found() -> None:
 
 
 def test_pages_name_none() -> None:
-    for file in (SRC / "observe").rglob("*.js"):
+    for file in SRC.rglob("*.js"):
         words = {word.strip("\"'`") for word in file.read_text(encoding="utf-8").split()}
         assert not words & SCHEDULES.keys(), file

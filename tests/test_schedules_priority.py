@@ -6,9 +6,6 @@ from pathlib import Path
 import pytest
 
 from fivefold.cli.main import main
-from fivefold_plan.cluster.clusters import parse
-from fivefold_plan.predict import predict
-from fivefold_plan.time.servers import sums
 from fivefold.recipe import load
 from fivefold.schedules.priority import (
     FIFO,
@@ -22,6 +19,9 @@ from fivefold.schedules.priority import (
     Simulation,
     Sums,
 )
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.predict import predict
+from fivefold_plan.time.servers import sums
 
 EQUAL = [Layer(0.1, 0.2, 10, 10)] * 8
 

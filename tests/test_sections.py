@@ -21,10 +21,10 @@ from fivefold.models.card import Card, card_of, resolve_model
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.updater import Updater
-from fivefold_plan.time import time
 from fivefold.recipe import resolve
 from fivefold.sharding.parts import Shape, is_matrix
 from fivefold.step.state import build_state
+from fivefold_plan.time import time
 
 SIZES = {"layers": 2, "dim": 32, "heads": 4, "vocab_size": 96, "seq_len": 16, "ffn_dim": 48}
 MORE = {

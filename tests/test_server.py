@@ -42,8 +42,6 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.parallelize import rounded_layers
 from fivefold.parallel.server import Shard
 from fivefold.parallel.worker import Exchange
-from fivefold_plan.cluster.clusters import parse
-from fivefold_plan.predict import predict
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
 from fivefold.schedules.priority import Order
 from fivefold.sharding.layout import Layout
@@ -54,6 +52,8 @@ from fivefold.train.job import Job
 from fivefold.train.run import run_rank
 from fivefold.train.server_run import ServerHooks, worker_state
 from fivefold.train.share import batches_of
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.predict import predict
 
 SERVER = ["sync.method=server", "observe.tracker=none"]
 PLAIN = [

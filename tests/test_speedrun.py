@@ -20,15 +20,15 @@ from fivefold.models.base import build
 from fivefold.models.card import card_of
 from fivefold.models.hf import hf_config
 from fivefold.models.speedrun.module import SquaredReLU
-from fivefold_plan.cluster.clusters import parse
-from fivefold_plan.memory.model_states import rank_elements
-from fivefold_plan.setting import FIVEFOLD, setting
-from fivefold_plan.time.time import update
 from fivefold.recipe import change, load, resolve, resolve_model
 from fivefold.sharding.layout import Layout
 from fivefold.step.state import build_state
 from fivefold.step.step import set_windows
 from fivefold.train.verify import alone
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.memory.model_states import rank_elements
+from fivefold_plan.setting import FIVEFOLD, setting
+from fivefold_plan.time.time import update
 
 SPEEDRUN = ("model.arch=speedrun", "model.kv_heads=2", "model.ffn_dim=64")
 LAYOUTS = [

@@ -20,13 +20,13 @@ IO = "waits for a thread of I/O, which a trace does not have"
 UNSEEN = "the update on the host reads what this waits for, and no trace counts its reads"
 HOSTS = "processes and threads of the host wait for each other"
 ELSEWHERE = {
-    "bench/collectives.py _collectives.around wait": MEASURES,
-    "bench/gpu/plain.py seconds_per_step synchronize": MEASURES,
-    "bench/gpu/trials.py _trials wait": HOSTS,
-    "bench/gpu/trials.py _start.end wait": HOSTS,
-    "bench/hardware.py _wait synchronize": MEASURES,
-    "bench/machine.py _seconds wait": MEASURES,
-    "bench/peak.py _measure synchronize": MEASURES,
+    "fivefold_plan/bench/collectives.py _collectives.around wait": MEASURES,
+    "fivefold_plan/bench/gpu/plain.py seconds_per_step synchronize": MEASURES,
+    "fivefold_plan/bench/gpu/trials.py _trials wait": HOSTS,
+    "fivefold_plan/bench/gpu/trials.py _start.end wait": HOSTS,
+    "fivefold_plan/bench/hardware.py _wait synchronize": MEASURES,
+    "fivefold_plan/bench/machine.py _seconds wait": MEASURES,
+    "train/peak.py _measure synchronize": MEASURES,
     "checkpoint/write.py Background.wait_for_copy wait": "calls Copy.wait, which is tried",
     "checkpoint/write.py Background._run wait": HOSTS,
     "checkpoint/write.py Copy.wait wait": "on CPUs",
@@ -41,10 +41,10 @@ ELSEWHERE = {
     "data/stream.py open_stream wait": HOSTS,
     "launch/local.py launch wait": HOSTS,
     "launch/ranks.py _meet wait": HOSTS,
-    "play/commands.py Command.result wait": HOSTS,
-    "play/commands.py Command.stop wait": HOSTS,
-    "play/jobs.py Jobs.follow wait": HOSTS,
-    "play/talk.py Talker._read wait": HOSTS,
+    "fivefold_play/commands.py Command.result wait": HOSTS,
+    "fivefold_play/commands.py Command.stop wait": HOSTS,
+    "fivefold_play/jobs.py Jobs.follow wait": HOSTS,
+    "fivefold_play/talk.py Talker._read wait": HOSTS,
     "parallel/expert.py AllToAll.forward wait": "calls Leaving.wait, which is tried: here for padded messages",
     "parallel/offload/disk.py Disk.arrive wait": IO,
     "parallel/offload/pages.py Pages.free wait": "no step reads weights in vain",
@@ -61,7 +61,7 @@ ELSEWHERE = {
     "train/share.py reader.next_batch wait": HOSTS,
     "train/loop.py _Late._wait wait": "calls Done.wait, which is tried",
     "train/loop.py _Late._record record": "writes metrics",
-    "bench/gpu/kernels.py in_triton record": "writes a ratio",
+    "fivefold_plan/bench/gpu/kernels.py in_triton record": "writes a ratio",
 }
 """Calls that no trace needs, and why."""
 STOPS = {"parallel/expert.py _wait_for_all wait", "parallel/offload/disk.py Disk.start record_event"}

@@ -23,12 +23,6 @@ from fivefold.observe import timelines
 from fivefold.observe.timelines import step_svg, step_text
 from fivefold.parallel import context
 from fivefold.parallel.offload.disk import Meter
-from fivefold_plan.cluster.clusters import parse
-from fivefold_plan.cluster.devices import of_table
-from fivefold_plan.cluster.measured import assumed_table
-from fivefold_plan.setting import setting, software_of
-from fivefold_plan.time import cost, time
-from fivefold_plan.time.timeline import timeline
 from fivefold.recipe import Recipe, change, load, resolve_model
 from fivefold.schedules.timelines import (
     COMPUTE,
@@ -49,6 +43,12 @@ from fivefold.sharding.tiers import OFFLOADS
 from fivefold.step.recorder import Recorder
 from fivefold.step.step import take_step
 from fivefold.train.share import share_of
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.cluster.devices import of_table
+from fivefold_plan.cluster.measured import assumed_table
+from fivefold_plan.setting import setting, software_of
+from fivefold_plan.time import cost, time
+from fivefold_plan.time.timeline import timeline
 
 SMALL = [
     "model.layers=4",

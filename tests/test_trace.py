@@ -22,13 +22,13 @@ from fivefold.schedules.pipeline import SCHEDULES
 from fivefold.sharding.layout import Layout
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
+from fivefold.train.share import share_of
 from fivefold_plan.trace import depth
 from fivefold_plan.trace.depth import CachedFigures, depths, exact, extrapolate, fewer, sizes
 from fivefold_plan.trace.fake import DispatchMode, Fake, FakeMode, done_work
 from fivefold_plan.trace.memory import Tracker, states_of
 from fivefold_plan.trace.step import Traced, trace
 from fivefold_plan.trace.traffic import Collectives, flops_of
-from fivefold.train.share import share_of
 
 V, T, B = 96, 32, 16
 TINY = [

@@ -20,10 +20,6 @@ from fivefold.errors import UserError
 from fivefold.kernels import native
 from fivefold.models.card import card_of
 from fivefold.optim import OPTIMIZERS
-from fivefold_plan.cluster.clusters import parse
-from fivefold_plan.memory.memory import Memory
-from fivefold_plan.memory.model_states import outside_blocks
-from fivefold_plan.predict import predict
 from fivefold.precision import DTYPES, PRECISIONS, chosen
 from fivefold.recipe import Recipe, load, microbatches_per_step, resolve
 from fivefold.schedules.pipeline import SCHEDULES
@@ -32,6 +28,10 @@ from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import stages_of
 from fivefold.sharding.tiers import BEHIND, WINDOW, tiers
 from fivefold.sharding.units import scattered_once
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.memory.memory import Memory
+from fivefold_plan.memory.model_states import outside_blocks
+from fivefold_plan.predict import predict
 from fivefold_plan.trace import gpu
 from fivefold_plan.trace.depth import exact
 from fivefold_plan.trace.fake import CPU, Fake, FakeMode

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of
-from fivefold_plan.messages import volume
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import boxes, parts
 from fivefold.step.state import State, build_state
 from fivefold.step.step import forward_backward, take_step, update
-from fivefold_plan.trace.traffic import Collectives
 from fivefold.train.share import rows_of, share_of
+from fivefold_plan.messages import volume
+from fivefold_plan.trace.traffic import Collectives
 
 V, T, B = 61, 16, 12  # 61 rows do not divide evenly between ranks
 TINY = [

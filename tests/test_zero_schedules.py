@@ -15,11 +15,6 @@ from steps import counted, planned, recipe_of, tracked
 from test_all_reduce import two_nodes
 
 from fivefold.errors import UserError
-from fivefold_plan.cluster.clusters import parse as parse_cluster
-from fivefold_plan.memory import memory
-from fivefold_plan.messages import communication, volume
-from fivefold_plan.messages.communication import Group
-from fivefold_plan.predict import predict
 from fivefold.recipe import change, load
 from fivefold.recipe.rules.combinations import notes
 from fivefold.schedules.collectives import ALGORITHMS, Primitive, build, shape_of
@@ -27,6 +22,11 @@ from fivefold.schedules.collectives.collective import messages_of
 from fivefold.schedules.collectives.registry import GATHERS, LIBRARY, SCATTERS
 from fivefold.sharding.layout import Layout, describe, parse, to_text
 from fivefold.sharding.layout_rules import nearest
+from fivefold_plan.cluster.clusters import parse as parse_cluster
+from fivefold_plan.memory import memory
+from fivefold_plan.messages import communication, volume
+from fivefold_plan.messages.communication import Group
+from fivefold_plan.predict import predict
 from fivefold_plan.trace.step import trace
 
 BOTH: tuple[Literal["all_gather", "reduce_scatter"], ...] = ("all_gather", "reduce_scatter")

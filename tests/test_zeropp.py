@@ -26,9 +26,6 @@ from fivefold.kernels.rounded import Quantizer
 from fivefold.launch.ranks import Ranks
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.zero import Gathers, Scatters
-from fivefold_plan.cluster.clusters import parse as parse_cluster
-from fivefold_plan.messages import volume
-from fivefold_plan.predict import predict
 from fivefold.recipe import Recipe, change, count_parameters, load
 from fivefold.recipe.rules.combinations import notes
 from fivefold.schedules.compression import INT4, INT8, LARGEST, Blocks
@@ -37,6 +34,9 @@ from fivefold.sharding.units import syncs, zeropp
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
 from fivefold.train.verify import prepared
+from fivefold_plan.cluster.clusters import parse as parse_cluster
+from fivefold_plan.messages import volume
+from fivefold_plan.predict import predict
 
 CPU = torch.device("cpu")
 ALL = "weights,hier,gradients"

@@ -19,20 +19,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 from unittest.mock import patch
 
-SRC = Path(__file__).parents[1] / "src" / "fivefold"
+from sources import FILES, SRC, name_of
+
 METHODS = {"wait", "wait_stream", "wait_event", "synchronize", "record", "record_event", "record_stream"}
 
 
 def places() -> Iterator[str]:
     """Every call of such a method outside of traces: "FILE FUNCTION METHOD", and " N" if the function has several."""
-    for path in sorted(SRC.rglob("*.py")):
-        file = path.relative_to(SRC).as_posix()
-        if not file.startswith("trace/"):
+    for path in FILES:
+        file = name_of(path).removeprefix("fivefold/")
+        if not file.startswith("fivefold_plan/trace/"):
             yield from (f"{file} {name}" for name in calls(ast.parse(path.read_text())))
 
 
@@ -59,15 +59,16 @@ def calls(tree: ast.AST) -> dict[str, ast.Call]:
 def without(place: str) -> Iterator[None]:
     """The program does not make this call."""
     file, _, name = place.partition(" ")
-    tree = ast.parse((SRC / file).read_text())
+    path = SRC / file if (SRC / file).exists() else SRC / "fivefold" / file
+    tree = ast.parse(path.read_text())
     call = calls(tree)[name]
 
     class Remove(ast.NodeTransformer):
         def visit_Call(self, node: ast.Call) -> ast.AST:
             return ast.copy_location(ast.Constant(None), node) if node is call else self.generic_visit(node)
 
-    code = compile(Remove().visit(tree), str(SRC / file), "exec", dont_inherit=True)
-    found: Any = importlib.import_module(f"fivefold.{file.removesuffix('.py').replace('/', '.')}")
+    code = compile(Remove().visit(tree), str(path), "exec", dont_inherit=True)
+    found: Any = importlib.import_module(name_of(path).removesuffix(".py").replace("/", "."))
     names = []
     for part in name.split()[0].split("."):  # a function inside of another comes with it
         if isinstance(found, ModuleType | type):
@@ -108,8 +109,8 @@ def callers() -> str:
     frame, found = sys._getframe(1), list[str]()
     while frame and len(found) < 3:
         name, code = frame.f_code.co_filename, frame.f_code
-        file = name.removeprefix(f"{SRC}/")
-        outside = name == file or file.startswith(("trace/", "comm/axis.py"))
+        file = name.removeprefix(f"{SRC}/").removeprefix("fivefold/")
+        outside = name == file or file.startswith(("fivefold_plan/trace/", "comm/axis.py"))
         if not outside and code.co_name not in ("<listcomp>", "<genexpr>"):
             found.append(f"{file}:{frame.f_lineno} {code.co_qualname}")
         frame = frame.f_back
@@ -162,8 +163,8 @@ def prefetched() -> dict[str, int]:
     from stream_cases import watched
 
     from fivefold.parallel.mesh import Microbatch, Share
-    from fivefold_plan.trace.step import DEVICE
     from fivefold.train.share import Copies
+    from fivefold_plan.trace.step import DEVICE
 
     with watched() as races:
         given = torch.zeros(1, 4, dtype=torch.int64, device=DEVICE)

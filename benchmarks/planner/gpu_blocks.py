@@ -16,12 +16,12 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from fivefold.recipe import Recipe, load, resolve
+from fivefold.sharding.layout import Layout
 from fivefold_plan.cluster.clusters import parse
 from fivefold_plan.memory.memory import kept
 from fivefold_plan.predict import predict
 from fivefold_plan.setting import Setting
-from fivefold.recipe import Recipe, load, resolve
-from fivefold.sharding.layout import Layout
 from fivefold_plan.trace.blocks import Block, kinds
 from fivefold_plan.trace.gpu import on_gpu
 

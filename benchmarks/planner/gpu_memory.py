@@ -23,11 +23,11 @@ from statistics import fmean
 
 from fivefold.errors import UserError
 from fivefold.host.devices import GIB
-from fivefold_plan.cluster.clusters import parse
-from fivefold_plan.predict import predict
 from fivefold.recipe import Recipe, load, resolve
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.tiers import NOT_OFFLOADED, OFFLOADS
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.predict import predict
 from fivefold_plan.trace.gpu import on_gpu
 
 MODELS = (

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from fivefold.models.operations import TensorWay
 from fivefold.models.section import ModelSection
+from fivefold.recipe import load, resolve_model
+from fivefold.sharding.layout import Layout
 from fivefold_plan.cluster.clusters import parse
 from fivefold_plan.predict import predict
 from fivefold_plan.setting import FIVEFOLD, Setting, Software, States, setting
 from fivefold_plan.software import PROGRAMS
-from fivefold.recipe import load, resolve_model
-from fivefold.sharding.layout import Layout
 
 Row = dict[str, str]
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 from math import inf
 from typing import Any
 
-from fivefold_plan.cluster.clusters import of_fit
 from fivefold.schedules.collectives import Collective
 from fivefold.schedules.collectives.cost import Cost, Messages, Run, Topology
+from fivefold_plan.cluster.clusters import of_fit
 
 
 @dataclass(frozen=True)

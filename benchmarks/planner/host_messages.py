@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from fivefold_plan.bench.collectives import ARENA, MESSAGES, collectives, ping_pong, timed
-from fivefold_plan.bench.collectives import fitted as of_one_machine
 from fivefold.comm import Axis
 from fivefold.comm.execute import Executor
 from fivefold.schedules.collectives import Collective, shape_of
 from fivefold.schedules.collectives.registry import LIBRARY
+from fivefold_plan.bench.collectives import ARENA, MESSAGES, collectives, ping_pong, timed
+from fivefold_plan.bench.collectives import fitted as of_one_machine
 
 PINGS, PAUSE = 9, 0.02  # small messages, and seconds that they follow a large one
 

@@ -13,13 +13,13 @@ from statistics import fmean, median
 from typing import Any
 
 from fivefold.models.section import ModelSection
+from fivefold.recipe import resolve_model
+from fivefold.sharding.layout import Layout
 from fivefold_plan.cluster.clusters import parse
 from fivefold_plan.cluster.devices import Cluster, Device
 from fivefold_plan.setting import setting
 from fivefold_plan.software import PROGRAMS
 from fivefold_plan.time import time
-from fivefold.recipe import resolve_model
-from fivefold.sharding.layout import Layout
 
 Row = dict[str, str]
 Result = dict[str, Any]

@@ -25,8 +25,8 @@ from ranks import run_ranks  # pyright: ignore[reportMissingImports]
 from steps import counted, planned  # pyright: ignore[reportMissingImports]
 from sweep import MODEL, candidates, sizes  # pyright: ignore[reportMissingImports]
 
-from fivefold_plan.messages import volume
 from fivefold.sharding.layout import Layout, to_text
+from fivefold_plan.messages import volume
 
 
 @dataclass

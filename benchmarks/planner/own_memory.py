@@ -25,11 +25,11 @@ from steps import CASES, MODEL, planned, recipe_of, tracked  # pyright: ignore[r
 
 from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
-from fivefold_plan.predict import held
 from fivefold.recipe import Recipe
 from fivefold.sharding.layout import Layout
-from fivefold_plan.trace.depth import exact
 from fivefold.train.verify import alone
+from fivefold_plan.predict import held
+from fivefold_plan.trace.depth import exact
 
 
 @dataclass

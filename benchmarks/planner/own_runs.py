@@ -136,9 +136,9 @@ def ranks(layout: str) -> int:
 
 def calibrated(folder: Path, found: list[dict[str, Any]]) -> dict[str, Any]:
     """Fits to every second run, and predicts the others again."""
+    from fivefold.recipe import load
     from fivefold_plan.cluster.clusters import parse
     from fivefold_plan.predict import predict
-    from fivefold.recipe import load
 
     fit = json.loads(fivefold("plan", "calibrate", *(row["run"] for row in found[::2]), "--json"))
     cluster, others = parse("local"), found[1::2]

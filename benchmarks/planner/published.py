@@ -25,16 +25,16 @@ import nanotron_runs
 from fivefold.host.devices import GIB
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
+from fivefold.recipe import resolve_model
+from fivefold.schedules.pipeline import Costs, build, simulate
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.tiers import NOT_OFFLOADED
 from fivefold_plan.cluster.clusters import parse
 from fivefold_plan.predict import FRAGMENTS, limit, price
 from fivefold_plan.setting import setting
 from fivefold_plan.software import PROGRAMS, PUBLISHED, Kind, kind_of
 from fivefold_plan.time import time
 from fivefold_plan.time.cost import part
-from fivefold.recipe import resolve_model
-from fivefold.schedules.pipeline import Costs, build, simulate
-from fivefold.sharding.layout import Layout
-from fivefold.sharding.tiers import NOT_OFFLOADED
 
 Row = dict[str, str]
 Result = dict[str, Any]

@@ -45,7 +45,9 @@ print(json.dumps({"dynamo_s": began - started, "import_s": imported - began, "tr
 def run(checkout: Path, recipe: str, layout: str, sets: list[str]) -> dict[str, float]:
     worker = WORKER
     if not (checkout / "src/fivefold_plan/trace").is_dir():  # where it was before
-        worker = worker.replace("fivefold_plan.trace import depth", "fivefold.train import dry_depth as depth")
+        worker = worker.replace(
+            "fivefold_plan.trace import depth", "fivefold.train import dry_depth as depth"
+        )
     env = os.environ | {"PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", worker, recipe, layout, *sets]
     return json.loads(subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout)

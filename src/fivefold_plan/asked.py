@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from fivefold.recipe import Recipe, load
 from fivefold_plan.advice.budget import shape
 from fivefold_plan.cluster.clusters import parse, with_margin
 from fivefold_plan.cluster.devices import Cluster
 from fivefold_plan.predict import resolved, with_load
 from fivefold_plan.setting import Software, documents_of
 from fivefold_plan.software import OWN, program
-from fivefold.recipe import Recipe, load
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,14 @@ from fivefold.models.recomputation import budget_of
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS, kept_in
 from fivefold.optim.signs import LABELS
+from fivefold.precision import DTYPES, MASTER, PRECISIONS, sent
+from fivefold.precision.fp8 import ALONG, scaling
+from fivefold.recipe import Recipe, expected_vocab_size, flops_per_token, microbatches_per_step, resolve
+from fivefold.recipe.rules import allows
+from fivefold.sharding.layout import Layout, to_text
+from fivefold.sharding.layout_rules import validate
+from fivefold.sharding.sync import ReplicaGroups, replica_group_layout
+from fivefold.sharding.tiers import WINDOW
 from fivefold_plan.cluster.clusters import of_gpu, parse
 from fivefold_plan.cluster.devices import Cluster, of_table
 from fivefold_plan.cluster.measured import load as load_table
@@ -36,14 +44,6 @@ from fivefold_plan.software import evidence
 from fivefold_plan.time import offload, servers
 from fivefold_plan.time.stage_costs import Parts, parts, recomputed
 from fivefold_plan.time.time import SlowLinks, Stalls, Step, slow_links, stalls, step
-from fivefold.precision import DTYPES, MASTER, PRECISIONS, sent
-from fivefold.precision.fp8 import ALONG, scaling
-from fivefold.recipe import Recipe, expected_vocab_size, flops_per_token, microbatches_per_step, resolve
-from fivefold.recipe.rules import allows
-from fivefold.sharding.layout import Layout, to_text
-from fivefold.sharding.layout_rules import validate
-from fivefold.sharding.sync import ReplicaGroups, replica_group_layout
-from fivefold.sharding.tiers import WINDOW
 
 STAND_IN = "h100"
 FRAGMENTS = 0.04

@@ -18,8 +18,6 @@ from fivefold.models.recomputation import of_blocks
 from fivefold.models.section import ModelSection
 from fivefold.optim import DEFAULT as OPTIMIZER
 from fivefold.optim import OPTIMIZERS
-from fivefold_plan.cluster.devices import Cluster, Device
-from fivefold_plan.messages.communication import Group, group
 from fivefold.precision import DTYPES, MASTER, PRECISIONS, chosen
 from fivefold.precision.fp8 import SCALINGS, row_bytes, scaling
 from fivefold.recipe import Recipe
@@ -31,6 +29,8 @@ from fivefold.sharding.sequence import RING, some_queries
 from fivefold.sharding.sync import ONE_REPLICA_GROUP, ReplicaGroups
 from fivefold.sharding.tiers import tiers
 from fivefold.sharding.units import FsdpUnit, Keeping, compressed_buckets, keepings
+from fivefold_plan.cluster.devices import Cluster, Device
+from fivefold_plan.messages.communication import Group, group
 
 if TYPE_CHECKING:
     from fivefold.kernels.tiling import Sample

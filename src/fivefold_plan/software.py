@@ -15,12 +15,12 @@ from fivefold.errors import UserError, did_you_mean, several
 from fivefold.files import parse_toml, read_json, read_text
 from fivefold.host.devices import BY_NAME
 from fivefold.models.operations import TensorWay
-from fivefold_plan.cluster.devices import Cluster
-from fivefold_plan.setting import Setting, Software, States, software_of
 from fivefold.precision import DTYPES
 from fivefold.recipe.messages import wrong
 from fivefold.recipe.schema import Section
 from fivefold.sharding.tiers import NOT_OFFLOADED
+from fivefold_plan.cluster.devices import Cluster
+from fivefold_plan.setting import Setting, Software, States, software_of
 
 OWN = "fivefold"
 MOST_BYTES = 64 << 10

@@ -70,6 +70,9 @@ def play(
         serve(found, host, port, tell)
 
 
+COMMANDS = {"play": play}
+
+
 def _open(url: str, folder: Path) -> None:
     """Opens a browser at a file that leads on: other users can read what a browser is called with."""
     page = folder / "open.html"

@@ -21,6 +21,12 @@ from fivefold.errors import UserError, did_you_mean, several
 from fivefold.observe.format import duration, memory_text, short_number
 from fivefold.observe.timelines import pipeline_svg, step_svg
 from fivefold.observe.timelines import summary as step_words
+from fivefold.recipe import Recipe, change, shipped, to_toml, tokens_before, total_steps
+from fivefold.recipe.dial import SETTINGS, origin
+from fivefold.recipe.load import FIRST
+from fivefold.recipe.rules import allows
+from fivefold.sharding.layout import Layout, to_text
+from fivefold.sharding.layout_rules import nearest
 from fivefold_plan.advice.budget import DAY, Questions
 from fivefold_plan.advice.budget import answer as budget
 from fivefold_plan.advice.explain import remedies, summary
@@ -34,12 +40,6 @@ from fivefold_plan.search.search import apply
 from fivefold_plan.setting import Software
 from fivefold_plan.time.timeline import timeline
 from fivefold_play.position import FIELDS, OPEN, Position, controls, layout_moved, moved, other, whole
-from fivefold.recipe import Recipe, change, shipped, to_toml, tokens_before, total_steps
-from fivefold.recipe.dial import SETTINGS, origin
-from fivefold.recipe.load import FIRST
-from fivefold.recipe.rules import allows
-from fivefold.sharding.layout import Layout, to_text
-from fivefold.sharding.layout_rules import nearest
 
 if TYPE_CHECKING:
     from starlette.routing import Route

@@ -17,16 +17,16 @@ from typing import Any
 from fivefold.errors import UserError, did_you_mean
 from fivefold.models.card import card_of
 from fivefold.models.recomputation import MODES
-from fivefold_plan.asked import Typed, read
-from fivefold_plan.cluster.clusters import LOCAL, PRESETS
-from fivefold_plan.cluster.devices import Cluster
-from fivefold_plan.predict import resolved
 from fivefold.precision import PRECISIONS
 from fivefold.recipe import Recipe, load
 from fivefold.recipe.rules import allows
 from fivefold.schedules.pipeline import SCHEDULES, TUNED
 from fivefold.sharding.layout import Layout, parse, to_text
 from fivefold.sharding.layout_rules import MOST_RANKS, nearest
+from fivefold_plan.asked import Typed, read
+from fivefold_plan.cluster.clusters import LOCAL, PRESETS
+from fivefold_plan.cluster.devices import Cluster
+from fivefold_plan.predict import resolved
 
 FIELDS = {
     "depth": "model.depth",

@@ -14,12 +14,12 @@ from fivefold.host import memory_bytes
 from fivefold.observe import player
 from fivefold.observe.collective_picture import player as of_collective
 from fivefold.observe.format import size
-from fivefold_plan.predict import resolved
-from fivefold_play.state import Params, State, events, get, post
-from fivefold_play.train import chosen, command
 from fivefold.precision import PRECISIONS
 from fivefold.recipe import count_parameters
 from fivefold.schedules.collectives import ALGORITHMS, algorithm, build, shape_of
+from fivefold_plan.predict import resolved
+from fivefold_play.state import Params, State, events, get, post
+from fivefold_play.train import chosen, command
 
 MOST_STEPS, MOST_RANKS, MOST_PIECES = 20, player.MOST_RANKS, 4
 REFERENCE = 16

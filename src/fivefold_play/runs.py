@@ -14,11 +14,11 @@ from fivefold.errors import UserError, did_you_mean, printable
 from fivefold.files import numbered_folder, parse_json, remove
 from fivefold.observe.compare import AXES, FIGURES, drawn, read_runs, row, side_by_side
 from fivefold.observe.report import page
+from fivefold.recipe.sweep import read
 from fivefold_plan.advice.scaling import results
 from fivefold_plan.pages.sweep import view
 from fivefold_play.state import Params, State, condition, events, get, post, stamp
 from fivefold_play.train import command
-from fivefold.recipe.sweep import read
 
 MOST, POINTS = 50, 2000
 """Runs side by side, and points of a curve."""

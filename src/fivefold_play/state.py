@@ -29,9 +29,9 @@ from fivefold.errors import CheckFailed, UserError, did_you_mean, printable
 from fivefold.files import UNOPENED, guard, in_use, parse_json
 from fivefold.observe.metrics import FILE, last_line
 from fivefold.observe.report import run_recipe
+from fivefold.recipe.sweep import is_sweep
 from fivefold_play.commands import Commands
 from fivefold_play.jobs import Jobs
-from fivefold.recipe.sweep import is_sweep
 
 SHIPPED = ("stdlib", talk.NAME)
 """Sources of text that are there everywhere."""

@@ -17,12 +17,12 @@ from fivefold.data.one_source import prepare_source
 from fivefold.data.sources import FileSplit
 from fivefold.errors import UserError, printable
 from fivefold.files import make_folder, numbered_folder, own_word, remove, rename, stream
+from fivefold.recipe import Recipe, load
+from fivefold.recipe.messages import toml_value
 from fivefold_plan.cluster import measured
 from fivefold_plan.cluster.clusters import LOCAL, parse
 from fivefold_plan.predict import predict
 from fivefold_play.state import SHIPPED, State, as_answer, called, get
-from fivefold.recipe import Recipe, load
-from fivefold.recipe.messages import toml_value
 
 RECIPE, CHAT = "quickstart", "plain"
 """What the text is looked at for, and the template of conversations."""

@@ -16,10 +16,10 @@ from fivefold.data.kinds.remote import ADDRESS
 from fivefold.errors import UserError, did_you_mean, printable
 from fivefold.files import expanded, in_use, numbered_folder, read_text
 from fivefold.observe import faults, timelines
-from fivefold_play import watch
-from fivefold_play.state import Params, State, condition, events, get, post
 from fivefold.recipe import Recipe, families, load, shipped
 from fivefold.recipe.load import MOST_BYTES
+from fivefold_play import watch
+from fivefold_play.state import Params, State, condition, events, get, post
 
 LONGEST, MOST_SETS = 1000, 100
 """Characters of one of the recipe's fields that are set, and how many may be."""

@@ -11,14 +11,14 @@ from fivefold.launch.ranks import Ranks
 from fivefold.models.base import build
 from fivefold.models.card import card_of
 from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
-from fivefold_plan.cluster.clusters import parse
-from fivefold_plan.messages.volume import counted
-from fivefold_plan.predict import predict
 from fivefold.recipe import active_parameters, change, count_parameters, flops_per_token, load, resolve
 from fivefold.recipe.rules import allows
 from fivefold.sharding.layout import Layout
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
+from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.messages.volume import counted
+from fivefold_plan.predict import predict
 from fivefold_plan.trace.depth import exact
 
 

@@ -94,13 +94,12 @@ def summary(recipe: Recipe) -> dict[str, Any]:
     else:
         model = recipe.model.model_copy(update={"vocab_size": size})
         parameters, active, flops = count_parameters(model), active_parameters(model), flops_per_token(model)
-        if budget_of(asked := recipe.layout.recompute) is not None:  # what it comes to on this machine's CPUs
-            from fivefold_plan.predict import budget, priced_here
+        if budget_of(recipe.layout.recompute) is not None:  # what it comes to on this machine's CPUs
+            from fivefold.train.forecast import forecast
 
-            found = budget(recipe.model_copy(update={"model": model}), *priced_here())
-            assert found is not None
-            line = f"{found.line(asked)}, on CPUs; `fivefold plan` has GPUs"
-            recompute = {"blocks": found.recompute, "predicted_peak_bytes": round(found.peak), "line": line}
+            found = forecast().choose(recipe.model_copy(update={"model": model}))
+            line = f"{found.line}, on CPUs; `fivefold plan` has GPUs"
+            recompute = {"blocks": found.recompute, "predicted_peak_bytes": found.peak_bytes, "line": line}
     return {
         "arch": recipe.model.arch,
         "vocab_size": size,
@@ -134,20 +133,18 @@ def _machine(result: dict[str, Any]) -> list[dict[str, str]]:
 
 def _memory(recipe: Recipe) -> dict[str, Any] | None:
     """What the ranks' tensors need on CPUs, beside what this machine has; None if either is not known."""
-    from dataclasses import replace
-
     from fivefold.host.machine import limit
     from fivefold.observe.format import size
-    from fivefold_plan.predict import predict, priced_here
+    from fivefold.train.forecast import forecast
 
-    here, (cluster, software) = limit(), priced_here()
+    here = limit()
     try:
-        plan = predict(recipe, replace(cluster, devices=None), software)
+        each, ranks = forecast().on_cpus(recipe)
     except UserError:
         return None
     if here is None:
         return None
-    each, every = plan.peak_bytes, plan.peak_bytes * plan.ranks
+    every = each * ranks
     fits = (every if here.shared else each) <= here.bytes
     line = (
         f"{size(each)} of tensors per rank on CPUs, {size(every)} in all; {here.what} is {size(here.bytes)}"

@@ -19,7 +19,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from fivefold.cli import bench, catalogs, check, draw, generate, lessons, plan, play, runs, train
+from fivefold import wings
+from fivefold.cli import check, generate, runs, train
 from fivefold.cli.options import OUTPUT, RECIPE, examples, flag, print_problems
 from fivefold.errors import (
     PASSING,
@@ -120,36 +121,63 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
-for name, module, function in (
-    ("train", train, train.train),
-    ("play", play, play.play),
-    ("sweep", train, train.sweep),
-    ("verify", train, train.verify),
-    ("plan", plan, plan.plan),
-    ("plan search", plan, plan.search),
-    ("plan terms", lessons, lessons.terms),
-    ("plan trace", plan, plan.trace),
-    ("plan calibrate", bench, bench.calibrate),
-    ("compare", lessons, lessons.compare),
-    ("check", check, check.check),
-    ("draw", draw, draw.draw),
-    ("collectives", catalogs, catalogs.collectives),
-    ("clusters", catalogs, catalogs.clusters),
-    ("formats", catalogs, catalogs.formats),
-    ("optimizers", catalogs, catalogs.optimizers),
-    ("recipes", check, check.recipes),
-    ("tokenize", check, check.tokenize),
-    ("eval", runs, runs.eval_),
-    ("generate", generate, generate.generate),
-    ("chat", generate, generate.chat),
-    ("report", runs, runs.report),
-    ("checkpoints", runs, runs.checkpoints),
-    ("export", runs, runs.export),
-    ("import", runs, runs.import_),
-):
-    command = partial(Command, groups=RECIPE | {**getattr(module, "GROUPS", {})} | OUTPUT)
-    app.command(name, cls=command, epilog=examples(name))(function)  # type: ignore[arg-type]
-app.add_typer(bench.bench, name="bench")
+COMMANDS: dict[str, Any] = {
+    "train": train.train,
+    "play": "play",
+    "sweep": train.sweep,
+    "verify": train.verify,
+    "plan": "plan",
+    "plan search": "plan",
+    "plan terms": "plan",
+    "plan trace": "plan",
+    "plan calibrate": "plan",
+    "compare": "plan",
+    "check": check.check,
+    "draw": "plan",
+    "collectives": "plan",
+    "clusters": "plan",
+    "formats": runs.formats,
+    "optimizers": "plan",
+    "recipes": check.recipes,
+    "tokenize": check.tokenize,
+    "eval": runs.eval_,
+    "generate": generate.generate,
+    "chat": generate.chat,
+    "report": runs.report,
+    "checkpoints": runs.checkpoints,
+    "export": runs.export,
+    "import": runs.import_,
+    "bench": "plan",
+}
+"""The commands in the order of the help: the function, or the part of another package that has it (`wings.PARTS`)."""
+
+
+def _missing(name: str, error: wings.Missing) -> Any:
+    """A command of a package that cannot be used says so, whatever follows it."""
+
+    def refuse() -> None:
+        raise UserError(f"`fivefold {name}` cannot run: {error}")
+
+    refuse.__doc__ = f"(Not available: {error}.)"
+    return refuse
+
+
+for name, function in COMMANDS.items():
+    anything = {}
+    if isinstance(function, str):
+        try:
+            function = wings.part(function).COMMANDS[name]
+        except wings.Missing as error:
+            function, anything = (
+                _missing(name, error),
+                {"ignore_unknown_options": True, "allow_extra_args": True},
+            )
+    if isinstance(function, typer.Typer):
+        app.add_typer(function, name=name)
+        continue
+    groups = getattr(sys.modules[function.__module__], "GROUPS", {})
+    command = partial(Command, groups=RECIPE | groups | OUTPUT)
+    app.command(name, cls=command, epilog=examples(name), context_settings=anything)(function)  # type: ignore[arg-type]
 
 WITH_TORCH = {"train", "sweep", "verify", "bench", "eval", "generate", "chat", "export", "import"}
 

@@ -1,7 +1,8 @@
 """What is done with a run. `fivefold checkpoints RUN` lists, verifies, prunes and copies its checkpoints. `fivefold
 export RUN DIR` writes a model as a Hugging Face or DCP folder, `fivefold import DIR` makes a run of one. `fivefold
 report RUN ...` writes the page of a run, of several runs side by side, or of a sweep. `fivefold eval RUN`: perplexity
-of texts, multiple choice and completions by likelihood."""
+of texts, multiple choice and completions by likelihood. `fivefold formats` lists the formats of numbers, and how the
+numbers of a run lie in their ranges."""
 
 from __future__ import annotations
 
@@ -11,11 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from fivefold import wings
 from fivefold.cli import options
 from fivefold.cli.options import flag, option, print_json
 from fivefold.cli.train import HoldOutOption
@@ -209,12 +212,11 @@ def report(
         options.require_run(run, look=False)
     if len(runs) > 1:
         from fivefold.observe import compare
-        from fivefold_play import recorded
 
         path = out or COMPARISON
         options.require_writable(out=path)
         found = compare.read_runs(runs)
-        options.save_as("--out", path, recorded.of_runs(found, compare.text(found)))
+        options.save_as("--out", path, wings.part("pages").of_runs(found, compare.text(found)))
         if json:
             return print_json({"report": str(path), **compare.as_json(found)})
         return print(compare.text(found), path, sep="\n")
@@ -226,17 +228,46 @@ def report(
 
 def _sweep(folder: Path, hold_out: str | None, json: bool) -> None:
     from fivefold.files import guard
-    from fivefold_plan.advice.scaling import results, rows_text
-    from fivefold_play import recorded
     from fivefold.recipe import sweep as table
 
     guard(folder)
-    found = results(table.read(folder), hold_out)
-    path = recorded.write_sweep(folder, found)
+    scaling, pages = wings.part("scaling"), wings.part("pages")
+    found = scaling.results(table.read(folder), hold_out)
+    path = pages.write_sweep(folder, found)
     if json:
         print_json({"report": str(path), **found.as_json()})
     else:
-        print(rows_text(found.sweep), found.text(), path, sep="\n")
+        print(scaling.rows_text(found.sweep), found.text(), path, sep="\n")
+
+
+def formats(
+    run: Annotated[
+        Path | None, option("RUN", "Compare with the numbers of a run trained with observe.histogram_step.")
+    ] = None,
+    svg: Annotated[
+        Path | None, option("FILE", "Also draw them to FILE: bits, or the numbers of --run.")
+    ] = None,
+    json: options.JsonOption = False,
+) -> None:
+    """List the formats of numbers, from fp64 to fp4: bits, range, precision, hardware.
+
+    With --run: weights, activations and gradients of a step by exponent, and what each format makes of them.
+    """
+    from fivefold.observe import number_formats
+
+    options.require_writable(svg=svg)
+    facts: dict[str, Any] = {"formats": number_formats.table()}
+    text, picture = number_formats.to_text(), number_formats.bits_svg
+    if run is not None:
+        step, found = number_formats.read(options.require_run(run))
+        title = f"{run.resolve().name}, step {step}: numbers by exponent, measured"
+        facts = {"step": step, "kinds": found.as_json()}
+        text = f"{title}\n\n{number_formats.histogram_text(found)}"
+        picture = partial(number_formats.histogram_svg, found, title)
+    if svg is not None:
+        options.save_as("--svg", svg, picture())
+        text += f"{svg}\n"
+    print_json(facts | {"svg": svg}) if json else print(text, end="")
 
 
 def eval_(

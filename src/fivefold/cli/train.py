@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from fivefold import wings
 from fivefold.cli import options
 from fivefold.cli.options import flag, option, print_json
 from fivefold.errors import CheckFailed, UserError, several
@@ -211,12 +212,11 @@ def sweep(
     folder, made, base = _open(recipe, over or [], set_ or [], layout, out)
     for row in made.rows:  # all values, before torch is imported
         made.load(base, row)
-    from fivefold_plan.advice.scaling import check_hold_out, results
-    from fivefold_play import recorded
     from fivefold.train.sweep import plan, run
 
     say = partial(print, file=sys.stderr if json else sys.stdout, flush=True)
-    check_hold_out(made, hold_out)
+    scaling, pages = wings.part("scaling"), wings.part("pages")
+    scaling.check_hold_out(made, hold_out)
     plan(made, base)
     if folder is None:
         folder = numbered_folder(Path("runs"), f"{Path(recipe).stem}-sweep")
@@ -228,8 +228,8 @@ def sweep(
     if code == STOPPED:  # whoever stopped it may wait for a few seconds only
         print(f"stopped; resume with: fivefold sweep {folder}", file=sys.stderr)
         raise typer.Exit(code)
-    found = results(made, hold_out)
-    path = recorded.write_sweep(folder, found)
+    found = scaling.results(made, hold_out)
+    path = pages.write_sweep(folder, found)
     if json:
         print_json({"sweep": str(folder), "report": str(path), **found.as_json()})
     else:

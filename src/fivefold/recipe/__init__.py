@@ -5,12 +5,14 @@ from fivefold.models.section import ModelSection
 from fivefold.recipe.load import Recipe, change, families, load, shipped, source
 from fivefold.recipe.messages import explain, to_toml
 from fivefold.recipe.resolve import (
+    FLOPS,
     microbatches_per_step,
     parameters,
     resolve,
     tokens_before,
     tokens_per_step,
     total_steps,
+    training_flops,
 )
 from fivefold.recipe.rules.texts import (
     LeftOut,

@@ -14,12 +14,13 @@ from typing import Any
 
 from pydantic import ValidationError, model_validator
 
+from fivefold import wings
 from fivefold.errors import LONGEST_WORD, Problem, UserError, brief, did_you_mean, problem, shortened
 from fivefold.files import expanded, guard, parse_toml, read_text
 from fivefold.models.section import LARGEST
-from fivefold.recipe import dial, foreign, messages
+from fivefold.recipe import dial, messages
 from fivefold.recipe.dial import dialled
-from fivefold_plan.foreign.hugging_face import HERE, hf_model
+from fivefold.recipe.hugging_face import HERE, hf_model
 from fivefold.recipe.messages import KEYS, SECTIONS, none_unsets, plain_type, to_toml, without_gone
 from fivefold.recipe.rules import contradictions
 from fivefold.recipe.rules.texts import run_steps, steps_for
@@ -76,16 +77,20 @@ def load(
     return _Draft(table, origins).finish(f"recipe {name_or_path}", overrides, layout, over)
 
 
-def read_foreign(name_or_path: str | Path, devices: int) -> foreign.Reading | None:
-    """What is read of another program's configuration (see `foreign.read`); None: it is none."""
-    if not is_foreign(name_or_path):
+def read_foreign(name_or_path: str | Path, devices: int) -> Any:
+    """What the planner reads of another program's configuration (its `foreign.read`); None: it is none. Raises
+    UserError: as that, or the planner is missing."""
+    if str(name_or_path) in _files():
         return None
-    return foreign.read(Path(name_or_path), devices, lambda base: _with_base(find(base))[0]["model"])
+    configurations = wings.part("configurations")
+    return configurations.read(Path(name_or_path), devices, lambda base: _with_base(find(base))[0]["model"])
 
 
 def is_foreign(name_or_path: str | Path) -> bool:
     """True if this is another program's configuration, and no recipe."""
-    return str(name_or_path) not in _files() and foreign.kind_of(Path(name_or_path)) is not None
+    if str(name_or_path) in _files():
+        return False
+    return wings.part("configurations").kind_of(Path(name_or_path)) is not None
 
 
 @brief
@@ -147,7 +152,8 @@ def find(name_or_path: str | Path) -> Path:
     if name in files:
         return files[name]
     path = Path(name_or_path)
-    foreign.refuse(path)
+    with suppress(wings.Missing):  # then it is no recipe that can be read, and that is said
+        wings.part("configurations").refuse(path)
     if path.is_file():
         return path
     if (path / "recipe.toml").is_file():

@@ -21,6 +21,9 @@ from fivefold.schedules.compression import compressor
 from fivefold.sharding.layout import Layout, divisors, largest, to_text
 from fivefold.sharding.layout_rules import PLAIN
 
+FLOPS = 6.0
+"""Of training, per parameter and token: two in forward, four in backward (Kaplan et al., arXiv 2001.08361)."""
+
 
 def parameters(recipe: Recipe) -> int | None:
     """Parameters of the recipe's model. None: it is that of a folder, or its vocabulary that of a file."""
@@ -39,6 +42,12 @@ def total_steps(recipe: Recipe) -> int:
 def tokens_per_step(recipe: Recipe) -> int:
     """Tokens in an optimizer step with the full batch, over all ranks: B x T."""
     return recipe.train.global_batch_size * recipe.model.seq_len
+
+
+def training_flops(parameters: float, tokens: float, recompute: bool = False) -> float:
+    """6 N D: two FLOPs per weight and token in forward, four in backward (Kaplan et al., arXiv 2001.08361). Full
+    recomputation repeats forward."""
+    return (FLOPS + 2.0 * recompute) * parameters * tokens
 
 
 def tokens_before(recipe: Recipe, step: int) -> int:

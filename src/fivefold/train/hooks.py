@@ -35,15 +35,15 @@ from fivefold.train.generate import Chat, Sampling, generate_text, open_run
 from fivefold.train.instruments import (
     HistogramWatch,
     Instrument,
-    MemoryWatch,
     NoiseScale,
     ProfileWatch,
+    RunForecast,
     Speed,
     TimelineWatch,
 )
 from fivefold.train.job import Job, identity
+from fivefold.train.memory_watch import MemoryWatch
 from fivefold.train.out_of_memory import out_of_memory
-from fivefold_plan.forecast.run import Prediction
 from fivefold.train.saver import Saver
 from fivefold.train.share import stream_states, validation_sets
 from fivefold.train.user_hooks import WITHOUT, Callbacks
@@ -66,7 +66,7 @@ class RunHooks:
     console: Console
     metrics: MetricsWriter | None
     stop_wanted: Callable[[], bool]
-    predicted: Prediction
+    predicted: RunForecast
 
     def __post_init__(self) -> None:
         self.next_batch: Callable[[], tuple[list[Microbatch], float]]

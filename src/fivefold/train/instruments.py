@@ -21,18 +21,16 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile
 
-from fivefold.train.peak import busy_share, device_peak, listed_peak
 from fivefold.comm.progress import progress, span
 from fivefold.data.dataset import amounts, order_of, seen
 from fivefold.errors import UserError
 from fivefold.files import NO_ROOM, make_folder, own_word, remove, write_atomically
-from fivefold.host.machine import peak_memory_bytes
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of, flops_per_token
-from fivefold.observe import memory_picture, number_formats, timelines
+from fivefold.observe import number_formats, timelines
 from fivefold.observe.timelines import LONGEST, Operator, trace_name, write_operators, write_pipeline_trace
-from fivefold.parallel.mesh import Microbatch, Share
-from fivefold_plan.advice.budget import noise_parts
+from fivefold.optim.noise import noise_parts
+from fivefold.parallel.mesh import Mesh, Microbatch, Share
 from fivefold.recipe import Recipe, microbatches_per_step, tokens_before, tokens_per_step
 from fivefold.recipe.entries import steps
 from fivefold.schedules.timelines import StepTimeline
@@ -40,12 +38,9 @@ from fivefold.sharding.parts import size_of
 from fivefold.sharding.units import scattered_once
 from fivefold.step.recorder import Counter, Recorder
 from fivefold.step.state import State, compute_mode
-from fivefold_plan.trace.memory import Tracker, states_of
 from fivefold.train.job import Job
+from fivefold.train.peak import busy_share, device_peak, listed_peak
 from fivefold.train.share import documents_of
-
-HISTORY = 200_000
-"""Allocations that a memory snapshot of a GPU holds at most."""
 
 
 class Instrument:
@@ -68,6 +63,31 @@ class Instrument:
 
     def close(self) -> None:
         """The run ends, perhaps by an error in a step."""
+
+
+class RunForecast(Instrument):
+    """The prediction of one run, on each of its ranks. This one predicts nothing, because of `why`."""
+
+    peak_bytes: int | None = None
+    """Of a rank's tensors, as predicted."""
+
+    def __init__(self, why: str = "") -> None:
+        self.why = why
+
+    def write(self) -> str:
+        """Writes the prediction into the run's folder. Returns a line about it."""
+        return f"no prediction: {self.why}"
+
+    def learn(self, step: int, seconds: float) -> str:
+        """Takes a step's seconds; returns a line if it predicts anew by them."""
+        return ""
+
+    def timeline(self, step: int) -> StepTimeline | None:
+        """The planned timeline of a step."""
+        return None
+
+    def conclude(self, mesh: Mesh, memory_bytes: int | None = None) -> None:
+        """Adds what was measured; all ranks call it. memory_bytes: most bytes of tensors at once in a step."""
 
 
 class Speed(Instrument):
@@ -271,63 +291,6 @@ def _compress(source: Path, target: Path) -> None:
     with open(source, "rb") as lines, gzip.GzipFile("", "wb", 6, content) as zipped:
         zipped.writelines(PRIVATE.sub(rb'\1""', line) for line in lines)
     write_atomically(target, content.getvalue())
-
-
-class MemoryWatch(Instrument):
-    """Tracks the tensors of two steps: the first one, and `observe.memory_step`. peak: most bytes of tensors at once in
-    a step; None if they were not tracked.
-
-    A user's own module is not tracked: what it keeps is not known. Nor are tensors on GPUs, which would change their
-    compiled code: PyTorch notes their memory itself.
-    """
-
-    def __init__(self, job: Job, ranks: Ranks, start: int):
-        self.job, self.ranks, self.on_cpu = job, ranks, ranks.device.type == "cpu"
-        later = job.recipe.observe.memory_step
-        self.steps = {start + 1, later} if later else set()
-        self.tracking = ExitStack()
-        self.tracker: Tracker | None = None
-        self._peak: int | None = None
-
-    @property
-    def peak(self) -> int | None:
-        return self._peak if self.on_cpu else peak_memory_bytes(str(self.ranks.device))
-
-    def begin_step(self, state: State, microbatches: Sequence[Microbatch]) -> None:
-        if state.step + 1 not in self.steps:
-            return
-        if not self.on_cpu:
-            torch.cuda.memory._record_memory_history(max_entries=HISTORY, stacks="python")  # C++ is slow
-            self.tracking.callback(torch.cuda.memory._record_memory_history, enabled=None)
-        elif self.job.module is None:
-            self.tracker = self.tracking.enter_context(Tracker(states_of(state)))
-
-    def begin_update(self, state: State) -> Mapping[str, Tensor]:
-        if self.tracker is not None:
-            self.tracker.begin_update()
-        return {}
-
-    def end_step(self, state: State) -> str:
-        step, rank = state.step, self.ranks.rank
-        if self.tracker is not None:
-            self.tracking.close()
-            if step > 1:  # the first step has no states of the optimizer
-                self._peak = self.tracker.peak().total
-            path = memory_picture.write(self.job.out, self.tracker.timeline(rank=rank, step=step))
-            self.tracker = None
-        elif not self.on_cpu and step in self.steps:
-            folder = self.job.out / "traces"
-            make_folder(folder)
-            path = folder / f"memory-snapshot-step-{step:08d}-rank-{rank}.pickle"
-            with self.tracking:  # ends the recording, which drops what is not written
-                # For https://pytorch.org/memory_viz. The file is a pickle; this program never reads one.
-                torch.cuda.memory._dump_snapshot(str(path))
-        else:
-            return ""
-        return f"memory over step {step}: {path}"
-
-    def close(self) -> None:
-        self.tracking.close()
 
 
 class TimelineWatch(Instrument):

@@ -28,7 +28,7 @@ from fivefold.models.rules import differences, upcycled
 from fivefold.models.section import ModelSection
 from fivefold.observe.report import INITIAL
 from fivefold.recipe import Recipe, load
-from fivefold_plan.foreign.hugging_face import hf_model
+from fivefold.recipe.hugging_face import hf_model
 from fivefold.recipe.load import required
 from fivefold.sharding.parts import Shape
 from fivefold.train.checked import meta_of

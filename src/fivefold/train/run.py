@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fivefold import wings
 from fivefold.checkpoint import keep, store
 from fivefold.comm import all_or_none, told
 from fivefold.comm.membership import Membership
@@ -42,11 +43,12 @@ from fivefold.recipe.rules.combinations import notes
 from fivefold.step.state import State, build_state, compute_mode
 from fivefold.train.checked import anywhere, assert_same
 from fivefold.train.faults import ROLLBACKS, Fault, goes_back, read_rollbacks
+from fivefold.train.forecast import forecast
 from fivefold.train.hooks import RunHooks
+from fivefold.train.instruments import RunForecast
 from fivefold.train.job import Job, shared, tokenizer_to_keep, write_initial
 from fivefold.train.loop import train_loop
 from fivefold.train.out_of_memory import explains_memory, foreseen
-from fivefold_plan.forecast.run import Prediction
 from fivefold.train.resume import load_initial, load_newest, rate_jump, resume
 from fivefold.train.self_test import settle
 from fivefold.train.server_run import ServerHooks, build_server, work
@@ -69,14 +71,14 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
         with progress.phase("starting"):
             state, server, resumed = _first_state(job, ranks, stack)
             membership = join(state, job) if job.endpoint else None
-            predicted = Prediction(job, ranks, state.step)
+            predicted = _predicted(job, ranks, state.step)
             console, metrics = _opened(job, ranks, state.step, stack)
             for note in _introduction(state, job, ranks, resumed is not None):
                 console.note(note)
             if ranks.first:
                 console.note(predicted.write())
-                if predicted.plan is not None:
-                    for note in foreseen(job, predicted.plan.peak_bytes, ranks.local_world, base):
+                if predicted.peak_bytes is not None:
+                    for note in foreseen(job, predicted.peak_bytes, ranks.local_world, base):
                         console.note(note)
             for note in settle(state, job, ranks, resumed is not None):
                 console.note(note)
@@ -104,6 +106,14 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
         if membership is not None:
             membership.leave(complete)
         return None if complete or enough else interrupt.signal or 15
+
+
+def _predicted(job: Job, ranks: Ranks, start: int) -> RunForecast:
+    """The prediction of a run that begins after step `start`, or one that says why there is none."""
+    try:
+        return forecast().of_run(job, ranks, start)
+    except wings.Missing as error:
+        return RunForecast(str(error))
 
 
 def train(hooks: RunHooks) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fivefold.train.peak import matmul_rate
+from fivefold import wings
 from fivefold.checkpoint import store
 from fivefold.comm.membership import Endpoint
 from fivefold.data import DataSet, prepare, progress_bar
@@ -38,7 +38,6 @@ from fivefold.models.card import card_of
 from fivefold.models.custom import CustomModel, ModuleCard
 from fivefold.models.recomputation import budget_of
 from fivefold.observe.console import QUIET
-from fivefold_plan.predict import budget, planned_window, priced_here
 from fivefold.recipe import Recipe, change, entries, resolve
 from fivefold.recipe.resolve import in_layout, nearest_layout
 from fivefold.recipe.rules import allows
@@ -49,9 +48,10 @@ from fivefold.sharding.sync import replica_group_layout
 from fivefold.sharding.tiers import OFFLOADS
 from fivefold.step.custom import custom_model, try_out
 from fivefold.step.state import compute_mode
+from fivefold.train.forecast import forecast
 from fivefold.train.job import BatchSource, Job, initial
 from fivefold.train.out_of_memory import advice, what_is_saved
-from fivefold_plan.forecast.run import add_exact
+from fivefold.train.peak import matmul_rate
 from fivefold.train.restart import Elastic, Restarts, go_back_once, grace_s, newest, record
 from fivefold.train.run import run_rank
 from fivefold.train.share import batches_of, streaming
@@ -164,7 +164,8 @@ def _run(job: Job, caller: Caller, span: tuple[int, int] | None, fork: bool) -> 
             raise SystemExit(STOPPED)
         run_complete()
         if caller.first:
-            add_exact(job)
+            with suppress(wings.Missing):
+                forecast().add_exact(job)
 
 
 def _for_ranks(
@@ -287,17 +288,14 @@ def _within_budget(given: Recipe, caller: Caller) -> Recipe:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     known = recipe.precision.model_copy(update={"mode": compute_mode(recipe, device).name})
     name = torch.cuda.get_device_name() if device.type == "cuda" else ""
-    recipe, prices = recipe.model_copy(update={"precision": known}), priced_here(name, caller.world is None)
-    if not layout.offload_window:
-        layout = layout.model_copy(update={"offload_window": planned_window(recipe, *prices)})
-        if caller.first:
-            print(f"offload_window = 0 becomes {layout.offload_window} blocks", file=sys.stderr)
-        recipe = recipe.model_copy(update={"layout": layout})
-    if (chosen := budget(recipe, *prices)) is not None:
-        if caller.first:
-            print(chosen.line(layout.recompute), file=sys.stderr)
-        layout = layout.model_copy(update={"recompute": chosen.recompute})
-    return given.model_copy(update={"layout": layout})
+    recipe = recipe.model_copy(update={"precision": known})
+    chosen = forecast().choose(recipe, name, caller.world is None)
+    if not layout.offload_window and caller.first:
+        print(f"offload_window = 0 becomes {chosen.window} blocks", file=sys.stderr)
+    if chosen.line and caller.first:
+        print(chosen.line, file=sys.stderr)
+    update = {"offload_window": chosen.window, "recompute": chosen.recompute}
+    return given.model_copy(update={"layout": layout.model_copy(update=update)})
 
 
 def _fit_layout(recipe: Recipe, nproc: int | None, launched: int | None, tell: bool = True) -> Recipe:

@@ -34,8 +34,7 @@ from fivefold.launch.verdict import BUSY, DONE, FAILED, STOPPED, USER, Leaving, 
 from fivefold.observe.format import duration, short_number
 from fivefold.observe.metrics import read_metrics
 from fivefold.observe.summary import summarize
-from fivefold_plan.advice.budget import training_flops
-from fivefold.recipe import active_parameters, resolve, tokens_before, total_steps
+from fivefold.recipe import active_parameters, resolve, tokens_before, total_steps, training_flops
 from fivefold.recipe import sweep as table
 from fivefold.recipe.sweep import Row, Sweep
 from fivefold.sharding.layout import Layout

@@ -12,16 +12,21 @@ from fivefold.errors import UserError, several
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
 from fivefold.observe.format import short_number
+from fivefold.recipe import (
+    FLOPS,
+    active_parameters,
+    count_parameters,
+    flops_per_token,
+    resolve_model,
+    training_flops,
+)
 from fivefold_plan.advice import failures
 from fivefold_plan.cluster.devices import Cluster
 from fivefold_plan.predict import Plan
 from fivefold_plan.time.time import Stalls
-from fivefold.recipe import active_parameters, count_parameters, flops_per_token, resolve_model
 
 DAY = 86400.0
 UNITS = {"m": 60.0, "h": 3600.0, "d": DAY, "w": 7 * DAY}
-FLOPS = 6.0
-"""Of training, per parameter and token: two in forward, four in backward (Kaplan et al., arXiv 2001.08361)."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +76,6 @@ BESIROGLU = Law(1.8172, 482.01, 2085.43, 0.3478, 0.3658)
 """Fitted again to points read from the figures of the same paper (arXiv 2404.10102)."""
 
 
-def training_flops(parameters: float, tokens: float, recompute: bool = False) -> float:
-    """6 N D: two FLOPs per weight and token in forward, four in backward (Kaplan et al., arXiv 2001.08361). Full
-    recomputation repeats forward."""
-    return (FLOPS + 2.0 * recompute) * parameters * tokens
-
-
 def devices_for(work: float, seconds: float, flops: float) -> int:
     """Devices that finish `work` FLOPs within `seconds` at `flops` FLOP/s each."""
     return math.ceil(work / (seconds * flops))
@@ -113,12 +112,6 @@ def batch_cost(batch: float, critical: float) -> tuple[float, float]:
     At the critical size both costs are 2. A larger batch saves steps, a smaller one tokens.
     """
     return 1.0 + critical / batch, 1.0 + batch / critical
-
-
-def noise_parts(small: float, large: float, small_square: float, large_square: float) -> tuple[float, float]:
-    """Unbiased estimates of the squared true gradient and the covariance's trace (arXiv 1812.06162, appendix A.1)."""
-    gradient = (large * large_square - small * small_square) / (large - small)
-    return gradient, (small_square - large_square) / (1.0 / small - 1.0 / large)
 
 
 WIDTH = 128.0  # of dim over layers: GPT-3 175B's 12288 / 96, Llama 7B's 4096 / 32

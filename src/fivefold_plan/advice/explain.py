@@ -16,6 +16,12 @@ from fivefold.errors import UserError, several
 from fivefold.host.devices import GIB
 from fivefold.models.operations import Operation
 from fivefold.observe.format import memory_text, short_number, size
+from fivefold.recipe import Recipe, change
+from fivefold.schedules.pipeline import SCHEDULES
+from fivefold.schedules.timelines import CATEGORIES
+from fivefold.sharding.layout import Layout, describe, divisors, to_text
+from fivefold.sharding.parts import stages_of
+from fivefold.sharding.tiers import NOT_OFFLOADED, OFFLOADS
 from fivefold_plan.cluster.devices import MARGIN, Cluster, Link
 from fivefold_plan.memory import memory, model_states
 from fivefold_plan.messages import volume
@@ -24,12 +30,6 @@ from fivefold_plan.setting import Setting, Software
 from fivefold_plan.time import stage_costs
 from fivefold_plan.time.cost import operation
 from fivefold_plan.time.offload import EXPOSED
-from fivefold.recipe import Recipe, change
-from fivefold.schedules.pipeline import SCHEDULES
-from fivefold.schedules.timelines import CATEGORIES
-from fivefold.sharding.layout import Layout, describe, divisors, to_text
-from fivefold.sharding.parts import stages_of
-from fivefold.sharding.tiers import NOT_OFFLOADED, OFFLOADS
 
 AWAY = {"host": "in host memory", "disk": "on disk"}
 LESS = 0.98  # a change counts if it needs less than this share of the memory

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from fivefold.errors import UserError, did_you_mean, several
 from fivefold.observe.format import duration, short_number
-from fivefold_plan.advice.budget import FLOPS, Law
+from fivefold.recipe import FLOPS
 from fivefold.recipe import sweep as table
 from fivefold.recipe.sweep import Row, Sweep
+from fivefold_plan.advice.budget import Law
 
 Array = NDArray[np.float64]
 HUBER = 1e-3

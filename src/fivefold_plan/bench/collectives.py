@@ -25,12 +25,12 @@ from fivefold.comm.execute import Executor
 from fivefold.host import tables
 from fivefold.launch.local import returned
 from fivefold.launch.ranks import Ranks
-from fivefold_plan.cluster.clusters import of_fit
 from fivefold.precision import TRAINED, torch_dtype
 from fivefold.schedules.collectives import ALGORITHMS, Collective, build, shape_of
 from fivefold.schedules.collectives.collective import Shape
 from fivefold.schedules.collectives.cost import simulate
 from fivefold.schedules.collectives.registry import LIBRARY, pieces_of
+from fivefold_plan.cluster.clusters import of_fit
 
 MESSAGES = (1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20)  # sizes of the messages that are fitted
 ARENA = 32 << 20  # bytes that these messages go through one after the other, so that they come from memory

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from fivefold.train.peak import laps
 from fivefold.comm.axis import Axis, Started
 from fivefold.comm.compress import compressed_sum
 from fivefold.kernels import elementwise, matmul
@@ -37,6 +36,7 @@ from fivefold.optim.updater import Updater
 from fivefold.parallel.offload.disk import SPAN, Disk, aligned, wait_for
 from fivefold.precision import DTYPES, MASTER, torch_dtype
 from fivefold.schedules.compression import NONE, TEXTS, compressor
+from fivefold.train.peak import laps
 
 COPIES = 3  # sets of operands that take turns, so that they do not stay in the first cache
 MANY = 12  # sets for operands that a step passes over once: no cache holds them

@@ -23,10 +23,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fivefold_plan.bench import hardware
-from fivefold_plan.bench.collectives import links
-from fivefold_plan.bench.hardware import bandwidth, encodings
-from fivefold.train.peak import UNDISTURBED, device_peak, measure_apart
 from fivefold.errors import BusyError, UserError, several
 from fivefold.files import read_json, write
 from fivefold.host import cores, memory_bytes, tables
@@ -35,15 +31,19 @@ from fivefold.launch.local import returned
 from fivefold.launch.ranks import Ranks
 from fivefold.parallel.mesh import Microbatch
 from fivefold.parallel.offload.disk import folder_of
-from fivefold_plan.cluster import devices, measured
-from fivefold_plan.cluster.measured import Measured, Share
-from fivefold_plan.predict import predict, resolved
 from fivefold.precision import MASTER, TRAINED
 from fivefold.recipe import Recipe, change, load, microbatches_per_step, resolve, to_toml
 from fivefold.recipe.resolve import in_layout
 from fivefold.sharding.layout import Layout, to_text
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
+from fivefold.train.peak import UNDISTURBED, device_peak, measure_apart
+from fivefold_plan.bench import hardware
+from fivefold_plan.bench.collectives import links
+from fivefold_plan.bench.hardware import bandwidth, encodings
+from fivefold_plan.cluster import devices, measured
+from fivefold_plan.cluster.measured import Measured, Share
+from fivefold_plan.predict import predict, resolved
 
 WORLDS = (1, 2, 4)
 

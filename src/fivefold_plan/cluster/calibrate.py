@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.recipe import Recipe
 from fivefold_plan.cluster.devices import of_table
 from fivefold_plan.cluster.measured import FACTORS, Measured
 from fivefold_plan.predict import predict
 from fivefold_plan.setting import Documents, documents_of, software_of
-from fivefold.recipe import Recipe
 
 Array = NDArray[np.float64]
 PULL = 0.005

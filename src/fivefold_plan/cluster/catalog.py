@@ -9,9 +9,9 @@ from typing import Any
 
 from fivefold.host.devices import BY_NAME, GB, GIB, PCIE, SHEETS, Sheet
 from fivefold.observe.format import aligned
+from fivefold.precision.formats import FORMATS
 from fivefold_plan.cluster.clusters import PRESETS
 from fivefold_plan.cluster.devices import Cluster, Link
-from fivefold.precision.formats import FORMATS
 
 RATED = tuple(dict.fromkeys(form.multiplied for form in FORMATS.values()))
 """The formats whose rates data sheets state, from the widest."""

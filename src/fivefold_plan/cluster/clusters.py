@@ -14,12 +14,12 @@ from fivefold.errors import UserError, did_you_mean
 from fivefold.files import parse_toml, read_bytes
 from fivefold.host import cores, memory_bytes, tables
 from fivefold.host.devices import BY_NAME, GB, PCIE, sheet_of
-from fivefold_plan.cluster import measured
-from fivefold_plan.cluster.devices import Cluster, Device, Link, Storage, Wiring, copies, of_table
 from fivefold.precision import DTYPES
 from fivefold.schedules.collectives import Wire
 from fivefold.schedules.collectives.cost import Topology
 from fivefold.sharding.layout_rules import MOST_RANKS
+from fivefold_plan.cluster import measured
+from fivefold_plan.cluster.devices import Cluster, Device, Link, Storage, Wiring, copies, of_table
 
 MOST_BYTES = 64 << 10
 """Size of a cluster's file."""

@@ -8,8 +8,8 @@ from functools import cached_property, lru_cache
 
 from fivefold.host.devices import GB, GIB, PCIE
 from fivefold.models.operations import Library
-from fivefold_plan.cluster.measured import Measured, Share
 from fivefold.schedules.collectives import Line, Wire
+from fivefold_plan.cluster.measured import Measured, Share
 
 RUNTIME = 0.25 * GIB
 """Bytes per process for Python and PyTorch's libraries on a CPU."""

@@ -34,8 +34,8 @@ def hardware(
     This takes about two minutes. Run nothing else meanwhile: if other programs take the cores, nothing is saved. The
     table goes to the cache folder and replaces an older one with its calibration.
     """
-    from fivefold_plan.bench.machine import measure
     from fivefold.host import tables
+    from fivefold_plan.bench.machine import measure
     from fivefold_plan.cluster import measured
 
     table = measure(lambda text: print(f"measuring {text}", file=sys.stderr), busy)
@@ -60,9 +60,9 @@ def collectives(
     if not 2 <= ranks <= MOST:
         raise UserError(f"--ranks: {ranks} is not possible; must be at least 2 and at most {MOST}")
     wanted = sorted({options.bytes_of("--sizes", size) for size in sizes.split(",")})
-    from fivefold_plan.bench.collectives import measure
     from fivefold.host import tables
     from fivefold.observe.format import size as size_text
+    from fivefold_plan.bench.collectives import measure
 
     table = measure(ranks, wanted, lambda text: print(f"measuring {text}", file=sys.stderr))
     if json:
@@ -191,9 +191,9 @@ def calibrate(
     """Fit this machine's table to finished runs, or remove what was fitted (`plan calibrate reset`)."""
     from fivefold.observe.metrics import read_metrics
     from fivefold.observe.prediction import step_seconds
+    from fivefold.recipe import load
     from fivefold_plan.cluster import measured
     from fivefold_plan.cluster.calibrate import FinishedRun, describe, fit
-    from fivefold.recipe import load
 
     table = measured.load()
     if table is None:

@@ -11,11 +11,11 @@ from fivefold.cli.options import option, print_json
 from fivefold.errors import UserError, several
 
 if TYPE_CHECKING:
+    from fivefold.recipe import Recipe
     from fivefold_plan.advice.budget import Questions
     from fivefold_plan.cluster.devices import Cluster
     from fivefold_plan.predict import Plan
     from fivefold_plan.setting import Software
-    from fivefold.recipe import Recipe
 
 TokensOption = Annotated[
     float | None,
@@ -75,8 +75,8 @@ def side_by_side(
     cluster. Raises UserError: one of these was given, another number of prices than one and that of the clusters, or no
     cluster has a plan."""
     from fivefold.observe.format import aligned, short_number
-    from fivefold_plan.advice.budget import answer
     from fivefold.sharding.layout import to_text
+    from fivefold_plan.advice.budget import answer
 
     clusters = len(plans)
     if asked.price and len(asked.price) not in (1, clusters):
@@ -129,10 +129,10 @@ def answers(
     asked: Questions, first: Plan, recipe: Recipe, machine: Cluster, software: Software
 ) -> dict[str, Any]:
     """The answers for the best plan of a search, and the fewest nodes whose best layout meets the deadline."""
+    from fivefold.sharding.layout import to_text
     from fivefold_plan.advice.budget import answer
     from fivefold_plan.predict import with_stalls
     from fivefold_plan.search.search import fewest_devices
-    from fivefold.sharding.layout import to_text
 
     answers = answer(with_stalls(first, recipe), asked)
     if asked.deadline and machine.connected:

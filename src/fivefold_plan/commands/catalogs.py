@@ -1,11 +1,10 @@
-"""Lists of what there is: `fivefold clusters`, devices and clusters with their links; `fivefold formats`, the formats
-of numbers, and how the numbers of a run lie in their ranges; `fivefold optimizers`, their states, and their paths over
-surfaces; `fivefold collectives`, the algorithms of a collective on a topology, and their rounds."""
+"""Lists of what there is: `fivefold clusters`, devices and clusters with their links; `fivefold optimizers`, their
+states, and their paths over surfaces; `fivefold collectives`, the algorithms of a collective on a topology, and their
+rounds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -50,36 +49,6 @@ def clusters(
     print(catalog.listing(), end="")
 
 
-def formats(
-    run: Annotated[
-        Path | None, option("RUN", "Compare with the numbers of a run trained with observe.histogram_step.")
-    ] = None,
-    svg: Annotated[
-        Path | None, option("FILE", "Also draw them to FILE: bits, or the numbers of --run.")
-    ] = None,
-    json: options.JsonOption = False,
-) -> None:
-    """List the formats of numbers, from fp64 to fp4: bits, range, precision, hardware.
-
-    With --run: weights, activations and gradients of a step by exponent, and what each format makes of them.
-    """
-    from fivefold.observe import number_formats
-
-    options.require_writable(svg=svg)
-    facts: dict[str, Any] = {"formats": number_formats.table()}
-    text, picture = number_formats.to_text(), number_formats.bits_svg
-    if run is not None:
-        step, found = number_formats.read(options.require_run(run))
-        title = f"{run.resolve().name}, step {step}: numbers by exponent, measured"
-        facts = {"step": step, "kinds": found.as_json()}
-        text = f"{title}\n\n{number_formats.histogram_text(found)}"
-        picture = partial(number_formats.histogram_svg, found, title)
-    if svg is not None:
-        options.save_as("--svg", svg, picture())
-        text += f"{svg}\n"
-    print_json(facts | {"svg": svg}) if json else print(text, end="")
-
-
 def optimizers(
     draw: Annotated[
         str | None, option("SURFACE", "Draw paths over a surface: contours, ravine, saddle or local.")
@@ -92,8 +61,8 @@ def optimizers(
 
     Paths are those of the optimizers that train models, each at the best of eleven learning rates.
     """
-    from fivefold_plan.lessons.optimizer_paths import SURFACES, to_svg, to_text, tuned
     from fivefold.optim import OPTIMIZERS
+    from fivefold_plan.lessons.optimizer_paths import SURFACES, to_svg, to_text, tuned
 
     names = only.split(",") if only else list(OPTIMIZERS)
     options.require_known("--only", names, OPTIMIZERS)
@@ -166,10 +135,10 @@ def collectives(
     """
     from fivefold.observe.collective_picture import player, to_svg, to_text
     from fivefold.observe.player import page
-    from fivefold_plan.cluster.clusters import topology as read
     from fivefold.schedules.collectives import build
     from fivefold.schedules.collectives.cost import compare, simulate
     from fivefold.schedules.collectives.registry import check_primitive
+    from fivefold_plan.cluster.clusters import topology as read
 
     check_primitive(primitive)
     if not 1 <= ranks <= MOST:

@@ -15,10 +15,10 @@ from fivefold.files import guard, make_folder, understood
 
 if TYPE_CHECKING:
     from fivefold.kernels.tiling import Tiling
-    from fivefold_plan.setting import Setting
-    from fivefold_plan.time.servers import Service
     from fivefold.recipe import Recipe
     from fivefold.sharding.layout import Layout
+    from fivefold_plan.setting import Setting
+    from fivefold_plan.time.servers import Service
 
 DRAWN = 3  # microbatches of a planned timeline
 MOST_MOVING = 32  # microbatches of a page that steps through a pipeline
@@ -182,8 +182,8 @@ def offloaded(s: Setting, title: str) -> tuple[str, dict[str, str]]:
 def ordered(s: Setting, title: str) -> tuple[str, dict[str, str]]:
     """(text, picture) of two planned steps in each order of gradient sums; neither where replicas sum nothing."""
     from fivefold.observe.timelines import rows_of, workers_svg
-    from fivefold_plan.time.servers import sums
     from fivefold.schedules.priority import SUM_ORDERS
+    from fivefold_plan.time.servers import sums
 
     if not (runs := sums(s)):
         return "", {}
@@ -198,8 +198,8 @@ def ordered(s: Setting, title: str) -> tuple[str, dict[str, str]]:
 def served(s: Service, cluster: str, title: str) -> tuple[str, dict[str, str]]:
     """(text, picture) of two planned steps of a worker, in each order of its messages."""
     from fivefold.observe.timelines import end_of, rows_of, workers_svg, workers_text
-    from fivefold_plan.time.servers import simulation, step
     from fivefold.schedules.priority import ORDERS
+    from fivefold_plan.time.servers import simulation, step
 
     order = s.servers.order
     ways = {name: replace(s, servers=replace(s.servers, order=order._replace(name=name))) for name in ORDERS}
@@ -218,8 +218,8 @@ def served(s: Service, cluster: str, title: str) -> tuple[str, dict[str, str]]:
 def first_sequence(recipe: Recipe, layout: Layout) -> Tiling | None:
     """The documents of the run's first sequence, where they decide who has which tokens and are known."""
     from fivefold.kernels.tiling import Tiling
-    from fivefold_plan.setting import documents_of
     from fivefold.sharding.sequence import deals
+    from fivefold_plan.setting import documents_of
 
     documents = documents_of(recipe) if deals(layout) else None
     return Tiling(documents.sample.tiling.first_BT[:1]) if documents and documents.sample else None

@@ -11,18 +11,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from fivefold.cli import budgets, options
-from fivefold.cli import plan as shared
-from fivefold_plan.commands.bench import ensure_measured
+from fivefold.cli import options
 from fivefold.cli.options import flag, option, print_json
 from fivefold.errors import UserError
 from fivefold.observe.format import aligned, memory_text, size
+from fivefold_plan.commands import budgets
+from fivefold_plan.commands import plan as shared
+from fivefold_plan.commands.bench import ensure_measured
 
 if TYPE_CHECKING:
+    from fivefold.recipe import Recipe
+    from fivefold_plan.cluster.devices import Cluster
     from fivefold_plan.lessons.compare import Row
     from fivefold_plan.lessons.terms import Asked, Term
-    from fivefold_plan.cluster.devices import Cluster
-    from fivefold.recipe import Recipe
 
 
 def compare(
@@ -55,9 +56,9 @@ def compare(
     There is a row for one device and for each technique at the cluster's size. Where a technique does not divide the
     model, its row says why and shows the most ranks that do. Time and MFU are predicted, too.
     """
+    from fivefold.recipe import load
     from fivefold_plan.lessons import compare as compared
     from fivefold_plan.lessons import pictures
-    from fivefold.recipe import load
 
     options.require_writable(picture=picture, page=page)
     again = "none"  # of the recipe's layout only this counts, which may not go with --set, or not be whole without it
@@ -108,8 +109,8 @@ def _machine(cluster: str | None, ranks: int | None, measure: bool) -> Cluster:
 
 def _run(recipe: Recipe, rows: list[Row], steps: int) -> list[Row]:
     """The rows with what was measured of their layouts."""
-    from fivefold_plan.bench.machine import measure_layouts
     from fivefold.sharding.layout import to_text
+    from fivefold_plan.bench.machine import measure_layouts
 
     wanted = [row.plan.layout for row in rows if row.plan]
     found = {}
@@ -244,9 +245,9 @@ def terms(
     json: options.JsonOption = False,
 ) -> None:
     """Print what the totals of a plan are made of: name, formula, value and a remark of each term."""
+    from fivefold_plan.asked import Typed
     from fivefold_plan.lessons import terms as counting
     from fivefold_plan.lessons.terms import CONVENTIONS
-    from fivefold_plan.asked import Typed
     from fivefold_plan.predict import predict
 
     sections = only.split(",") if only is not None else list(counting.SECTIONS)
@@ -296,9 +297,9 @@ def _value(term: Term) -> str:
 def _drawn(asked: Asked, sections: list[str], name: str) -> str:
     """The pictures of these sections, one under the other."""
     from fivefold.draw.canvas import stacked
+    from fivefold.observe.format import short_number
     from fivefold_plan.lessons import pictures
     from fivefold_plan.lessons.terms import activations_by_way, sharing, states_by_stage
-    from fivefold.observe.format import short_number
 
     drawn = []
     if "states" in sections:

@@ -11,19 +11,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fivefold.cli import budgets, options
-from fivefold_plan.commands.bench import ensure_measured
+from fivefold import wings
+from fivefold.cli import options
 from fivefold.cli.options import flag, option, print_json
 from fivefold.errors import UserError, printable, several
 from fivefold.precision import PRECISIONS
+from fivefold_plan.commands import budgets
+from fivefold_plan.commands.bench import ensure_measured
 
 if TYPE_CHECKING:
+    from fivefold.recipe import Recipe
     from fivefold_plan.asked import Typed
     from fivefold_plan.cluster.devices import Cluster
     from fivefold_plan.predict import Plan
     from fivefold_plan.search.search import Found
     from fivefold_plan.setting import Software
-    from fivefold.recipe import Recipe
 
 
 CLUSTER = "h100"
@@ -138,8 +140,8 @@ def plan(
 def told(name: str, cluster: str, json: bool) -> dict[str, Any]:
     """Prints what was understood of another program's configuration and what was not, unless `json`. Returns {"read":
     the same}; {} for a recipe. Raises UserError: as `fivefold_plan.foreign.read`."""
-    from fivefold_plan.cluster.clusters import parse
     from fivefold.recipe.load import is_foreign, read_foreign
+    from fivefold_plan.cluster.clusters import parse
 
     if not is_foreign(name):
         return {}
@@ -179,9 +181,9 @@ def planned(
     if that does not have the cluster's number of ranks, and so does the one on the fewest devices that meet a deadline,
     if the cluster has no number. One that was typed stays: it is refused. Raises UserError: the plan cannot be made, no
     layout fits, or none meets the deadline."""
+    from fivefold.sharding.layout import Layout, to_text
     from fivefold_plan.predict import predict
     from fivefold_plan.software import OWN
-    from fivefold.sharding.layout import Layout, to_text
 
     recipe, machine, software = read(typed, layout, params)
     own = Layout.from_recipe(recipe.layout)
@@ -269,8 +271,8 @@ def save_plan(path: Path | None, recipe: Recipe, plan: Plan) -> None:
     """Writes the recipe with the planned layout, for `fivefold train`."""
     if path is None:
         return
-    from fivefold_plan.search.search import apply
     from fivefold.recipe import to_toml
+    from fivefold_plan.search.search import apply
 
     text = to_toml(apply(recipe, plan), comment=f"{plan.layout.ranks} ranks, as planned by fivefold plan")
     options.save_as("--save", path, text)
@@ -330,20 +332,21 @@ def write_page(path: Path, recipe: Recipe, typed: Typed, frontier: Sequence[Plan
     """Writes the page of this recipe, with sliders over a grid around it. Raises UserError: as `predict`, or the file
     cannot be written."""
     from fivefold.observe.format import short_number
-    from fivefold_plan.cluster.clusters import canonical
-    from fivefold_plan.predict import resolved
-    from fivefold_play import recorded
-    from fivefold_play.position import Position
     from fivefold.recipe import count_parameters
     from fivefold.sharding.layout import Layout, to_text
+    from fivefold_plan.cluster.clusters import canonical
+    from fivefold_plan.predict import resolved
 
+    pages = wings.part("pages")
     layout = to_text(Layout.from_recipe(recipe.layout))
     cluster = canonical(typed.cluster)
-    at = Position(typed.name, (*typed.sets,), layout, cluster, given=typed.given, software=typed.software)
+    at = pages.Position(
+        typed.name, (*typed.sets,), layout, cluster, given=typed.given, software=typed.software
+    )
     model = resolved(recipe).model
     size = short_number(count_parameters(model))
     lead = f"A {model.arch} model of {size} parameters on {typed.cluster}: predicted memory, step time, throughput."
-    text, count = recorded.page(at, Path(typed.name).stem, lead, frontier)
+    text, count = pages.page(at, Path(typed.name).stem, lead, frontier)
     options.save_as("--html", path, text)
     print(f"wrote {path}: {count:,} predictions, {len(text) / 1e6:.1f} MB", file=sys.stderr)
 
@@ -412,8 +415,8 @@ def search(
 
 def _table(name: str, found: Found, modes: tuple[str, ...]) -> list[str]:
     """The plans, best first, with the reason why each is slower. modes: those asked for, if any."""
-    from fivefold_plan.advice.explain import margin
     from fivefold.sharding.layout import to_text
+    from fivefold_plan.advice.explain import margin
 
     first = found.plans[0]
     where = f"{first.setting.cluster.name}:{first.layout.ranks}"

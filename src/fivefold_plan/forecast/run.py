@@ -23,6 +23,15 @@ from fivefold.observe.format import duration, size
 from fivefold.observe.metrics import read_metrics
 from fivefold.observe.report import write_report
 from fivefold.parallel.mesh import Mesh, Microbatch
+from fivefold.recipe.rules.texts import ramp
+from fivefold.schedules.timelines import StepTimeline
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.sync import replica_group_layout
+from fivefold.step.curvature import due
+from fivefold.step.state import State
+from fivefold.train.instruments import RunForecast
+from fivefold.train.job import Job
+from fivefold.train.share import documents_of
 from fivefold_plan.cluster.clusters import of_gpu
 from fivefold_plan.cluster.devices import Cluster, of_table
 from fivefold_plan.cluster.measured import FACTORS, Measured, assumed_table, load
@@ -30,17 +39,8 @@ from fivefold_plan.messages.volume import AXES, leaving, sent
 from fivefold_plan.predict import Plan, predict
 from fivefold_plan.setting import Documents, software_of
 from fivefold_plan.time.timeline import timeline
-from fivefold.recipe.rules.texts import ramp
-from fivefold.schedules.timelines import StepTimeline
-from fivefold.sharding.layout import Layout
-from fivefold.sharding.sync import replica_group_layout
-from fivefold.step.curvature import due
-from fivefold.step.state import State
 from fivefold_plan.trace.depth import blocks_traced, exact
 from fivefold_plan.trace.traffic import Collectives
-from fivefold.train.instruments import Instrument
-from fivefold.train.job import Job
-from fivefold.train.share import documents_of
 
 FITTED = 10
 """Steps after which a machine without a table has a prediction, from the run's own first steps."""
@@ -49,7 +49,7 @@ WARM = 2
 QUICK = 24  # blocks times microbatches: about a second on one core
 
 
-class Prediction(Instrument):
+class Prediction(RunForecast):
     """One rank's part of the prediction; rank 0 writes it. start: the step that the run begins or resumes after."""
 
     def __init__(self, job: Job, ranks: Ranks, start: int):
@@ -141,6 +141,10 @@ class Prediction(Instrument):
         if table is None:
             table = self.assumed = assumed_table(cores(), memory_bytes())
         return of_table(table)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        return None if self.plan is None else self.plan.peak_bytes
 
     def timeline(self, step: int) -> StepTimeline | None:
         """The planned timeline of a step; None without a prediction."""

@@ -16,11 +16,11 @@ from pydantic import ValidationError
 
 from fivefold.errors import UserError, did_you_mean
 from fivefold.files import read_text
-from fivefold_plan.foreign import hugging_face, megatron, torchtitan
-from fivefold_plan.foreign.reading import Reading
 from fivefold.recipe.messages import SECTIONS, wrong
 from fivefold.recipe.rules.combinations import unused
 from fivefold.recipe.schema import Sections
+from fivefold_plan.foreign import hugging_face, megatron, torchtitan
+from fivefold_plan.foreign.reading import Reading
 
 KINDS: tuple[Any, ...] = (hugging_face, torchtitan, megatron)
 MOST_BYTES, SMALL, STEPS = 256 << 10, 4096, 1000

@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 from fivefold.files import read_json
 from fivefold.models import file_of
-from fivefold.models.card import card_of
 from fivefold.models.hf import from_hf_config, hf_config
-from fivefold.models.section import ModelSection
+from fivefold.recipe.hugging_face import fields_of
 from fivefold_plan.foreign.reading import Reading
 
 NAME = "Hugging Face"
 
-LONGEST_CONTEXT = 2048
-"""Tokens of a sequence that a Hugging Face model is trained on unless the recipe says more."""
-HERE = {"freeze", "dropout", "depth", "base_dim", "base_layers"}
-"""Fields of `[model]` that say how a run trains, and stay with it."""
 TOKENS = 1 << 22
 """Tokens of a step: the batch of Llama 2 (arXiv 2307.09288)."""
 given = read_json
-
-
-def hf_model(folder: Path) -> dict[str, Any]:
-    """The fields of `[model]` of a Hugging Face folder, for sequences of usual length."""
-    return _fields(from_hf_config(read_json(folder / "config.json"), folder))
-
-
-def _fields(model: ModelSection) -> dict[str, Any]:
-    fields = {name: v for name, v in model.model_dump(exclude_none=True).items() if name not in HERE}
-    if card_of(model).rotary:
-        fields["seq_len"] = min(model.seq_len, LONGEST_CONTEXT)
-    return fields
 
 
 def derive(reading: Reading) -> None:
@@ -45,7 +25,7 @@ def derive(reading: Reading) -> None:
             reading.understood[key] = "[model]"
         elif key in written and value is not None and not key.endswith(("dtype", "_token_id")):
             reading.lacks(key, f"here it is {written[key]}")
-    fields = _fields(model) | {"dropout": model.dropout}
+    fields = fields_of(model) | {"dropout": model.dropout}
     batch = TOKENS // fields["seq_len"] or 1
     reading.fields |= {f"model.{name}": value for name, value in fields.items()}
     reading.fields["train.global_batch_size"] = batch

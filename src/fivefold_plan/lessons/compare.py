@@ -13,20 +13,10 @@ from functools import cached_property
 from typing import Any
 
 from fivefold.errors import UserError
-from fivefold_plan.lessons import overlap
-from fivefold_plan.lessons.overlap import Rule
 from fivefold.models.card import card_of
 from fivefold.models.operations import Operation
 from fivefold.models.recomputation import region
 from fivefold.observe.format import memory_text
-from fivefold_plan.cluster.devices import Cluster
-from fivefold_plan.memory import memory, model_states
-from fivefold_plan.messages import volume
-from fivefold_plan.messages.volume import Moment
-from fivefold_plan.predict import Plan, predict
-from fivefold_plan.setting import Setting
-from fivefold_plan.time import stage_costs, time
-from fivefold_plan.time.cost import Cost, forward_flops, operation
 from fivefold.recipe import Recipe
 from fivefold.recipe.resolve import in_layout
 from fivefold.recipe.rules import contradictions, synchronous
@@ -34,6 +24,16 @@ from fivefold.sharding.layout import Layout, divisors, parse, to_text
 from fivefold.sharding.layout_rules import problems
 from fivefold.sharding.parts import block_of, cuts_in, sharing_group
 from fivefold.sharding.units import syncs
+from fivefold_plan.cluster.devices import Cluster
+from fivefold_plan.lessons import overlap
+from fivefold_plan.lessons.overlap import Rule
+from fivefold_plan.memory import memory, model_states
+from fivefold_plan.messages import volume
+from fivefold_plan.messages.volume import Moment
+from fivefold_plan.predict import Plan, predict
+from fivefold_plan.setting import Setting
+from fivefold_plan.time import stage_costs, time
+from fivefold_plan.time.cost import Cost, forward_flops, operation
 
 MICROBATCH = 1
 """Sequences of a microbatch, if the recipe leaves that open: the same for all layouts, so that they compare."""

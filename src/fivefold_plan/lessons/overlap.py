@@ -13,12 +13,12 @@ from itertools import pairwise
 from typing import Any
 
 from fivefold.models.operations import Operation
+from fivefold.sharding.parts import stages_of
+from fivefold.sharding.units import scattered_once
 from fivefold_plan.memory import model_states
 from fivefold_plan.setting import Setting
 from fivefold_plan.time import cost, stage_costs, time
 from fivefold_plan.time.cost import Cost
-from fivefold.sharding.parts import stages_of
-from fivefold.sharding.units import scattered_once
 
 FACTORS = tuple(2.0**k for k in range(-4, 5))
 """Sizes beside the recipe's own for which the planner is asked, too."""

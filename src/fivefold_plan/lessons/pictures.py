@@ -11,21 +11,21 @@ from html import escape
 
 from fivefold.draw.canvas import NAMES, Axes, Canvas, log_scale, text_width
 from fivefold.errors import printable
-from fivefold_plan.lessons.compare import DIMENSION_OF, TECHNIQUES, Row, alike
-from fivefold_plan.lessons.compare import words as message_words
-from fivefold_plan.lessons.overlap import Rule, count_text
 from fivefold.observe.format import asset, document, header, memory_text, short_number, size
 from fivefold.observe.layout_picture import icons
 from fivefold.observe.memory_picture import COLORS
 from fivefold.observe.timelines import pipeline_svg, step_svg
-from fivefold_plan.pages.pictures import timeline as pipeline_timeline
-from fivefold_plan.predict import resolved
-from fivefold_plan.time import timeline
 from fivefold.recipe import Recipe, count_parameters
 from fivefold.recipe.resolve import in_layout
 from fivefold.recipe.rules import contradictions
 from fivefold.sharding.layout import to_text
 from fivefold.sharding.layout_rules import problems
+from fivefold_plan.lessons.compare import DIMENSION_OF, TECHNIQUES, Row, alike
+from fivefold_plan.lessons.compare import words as message_words
+from fivefold_plan.lessons.overlap import Rule, count_text
+from fivefold_plan.pages.pictures import timeline as pipeline_timeline
+from fivefold_plan.predict import resolved
+from fivefold_plan.time import timeline
 
 WIDTH, LEFT, TOP, ROW = 860, 96, 108, 26  # pixels
 PANEL, BAR = 255, 160  # a criterion, its longest bar

@@ -17,23 +17,23 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from fivefold_plan.lessons.compare import data_units
-from fivefold_plan.lessons.formulas import ACTIVATIONS, PARAMETERS, evaluate, matching
 from fivefold.models.card import card_of
 from fivefold.models.operations import Operation, Sizes
 from fivefold.models.recomputation import region
 from fivefold.optim import OPTIMIZERS
+from fivefold.precision import DTYPES, MASTER
+from fivefold.recipe import active_parameters, training_flops
+from fivefold.schedules.pipeline import simulate
+from fivefold.sharding.layout import Layout, groups
 from fivefold_plan.advice import budget
+from fivefold_plan.lessons.compare import data_units
+from fivefold_plan.lessons.formulas import ACTIVATIONS, PARAMETERS, evaluate, matching
 from fivefold_plan.memory import memory, model_states
 from fivefold_plan.messages import volume
 from fivefold_plan.messages.volume import SENT
 from fivefold_plan.predict import Plan, price
 from fivefold_plan.setting import FIVEFOLD, PAPER, Setting, Software, States
 from fivefold_plan.time import stage_costs
-from fivefold.precision import DTYPES, MASTER
-from fivefold.recipe import active_parameters
-from fivefold.schedules.pipeline import simulate
-from fivefold.sharding.layout import Layout, groups
 
 
 @dataclass(frozen=True)
@@ -345,7 +345,7 @@ def flops(asked: Asked) -> Iterator[Term]:
     yield Term("HFU", plan.hfu, "share", note="with what backward recomputes")
     rate, given = asked.flops or plan.model_flops_per_gpu, "given" if asked.flops else "predicted"
     yield Term("rate", rate, "FLOP/s", note=f"a device, {given}")
-    work = budget.training_flops(x["N"], asked.tokens)
+    work = training_flops(x["N"], asked.tokens)
     note = f"on {plan.ranks:,} device{'s' * (plan.ranks > 1)}"
     yield Term("days", work / (plan.ranks * rate * budget.DAY), "days", note=note)
     if asked.deadline:

@@ -9,6 +9,12 @@ from typing import NamedTuple
 
 from fivefold.models.operations import ByKind, Kind, Operation, Role
 from fivefold.models.recomputation import region
+from fivefold.schedules.pipeline import SENDS_PER_RANK, Schedule, holds_all, live_phases, peak_live
+from fivefold.schedules.pipeline.schedule import owed_together
+from fivefold.schedules.timelines import CATEGORIES
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.parts import ends_of, stages_of
+from fivefold.sharding.tiers import partitions, tiers
 from fivefold_plan.memory import model_states
 from fivefold_plan.memory.model_states import (
     Buffers,
@@ -20,12 +26,6 @@ from fivefold_plan.memory.model_states import (
     uneven_states,
 )
 from fivefold_plan.setting import Setting, Software
-from fivefold.schedules.pipeline import SENDS_PER_RANK, Schedule, holds_all, live_phases, peak_live
-from fivefold.schedules.pipeline.schedule import owed_together
-from fivefold.schedules.timelines import CATEGORIES
-from fivefold.sharding.layout import Layout
-from fivefold.sharding.parts import ends_of, stages_of
-from fivefold.sharding.tiers import partitions, tiers
 
 ERROR = 0.015
 """Mean error of the formula against tracked peaks on CPUs (benchmarks/planner/own_memory.py), rounded up."""

@@ -15,7 +15,6 @@ from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.card import planned_ways
 from fivefold.optim.card import state_bytes as all_state_bytes
-from fivefold_plan.setting import Partition, Setting, States, stages
 from fivefold.precision import DTYPES, MASTER
 from fivefold.schedules.collectives import Primitive
 from fivefold.schedules.collectives.collective import messages_of
@@ -35,6 +34,7 @@ from fivefold.sharding.parts import (
 )
 from fivefold.sharding.tiers import OFFLOADS
 from fivefold.sharding.units import buffer_order, regathers, scattered_once, syncs, updated_together, zeropp
+from fivefold_plan.setting import Partition, Setting, States, stages
 
 Four = tuple[float, float, float, float]
 Group = tuple[float, float, bool, float, float]

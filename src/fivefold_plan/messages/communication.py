@@ -14,12 +14,12 @@ from functools import lru_cache
 from typing import Literal, cast
 
 from fivefold.host import tables
-from fivefold_plan.cluster.devices import Cluster
-from fivefold_plan.cluster.measured import line_through
 from fivefold.schedules.collectives import ALGORITHMS, Levels, Line, Primitive, Wire, build, shape_of
 from fivefold.schedules.collectives.cost import Topology, line, simulate
 from fivefold.schedules.collectives.registry import AUTO, LIBRARY, fastest, pieces_of, resolved
 from fivefold.sharding.layout import Layout, changed, groups, on_node
+from fivefold_plan.cluster.devices import Cluster
+from fivefold_plan.cluster.measured import line_through
 
 # Seconds of a collective besides its algorithm: kernels start, ranks meet. All-reduces of 32 KiB take 39.8 us on 8
 # H200, 43.8 on 8 A100, 47.8 on 8 B200 (stas00/ml-engineering, network/README.md). Of these the best algorithm

@@ -23,9 +23,6 @@ from fivefold.models.recomputation import region
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.card import planned_ways
-from fivefold_plan.memory.model_states import divided
-from fivefold_plan.messages.communication import best_all_reduces, summed_by
-from fivefold_plan.setting import Partition, Setting, stages
 from fivefold.precision import DTYPES, MASTER
 from fivefold.precision.fp8 import TENSOR
 from fivefold.schedules import ring_attention
@@ -48,6 +45,9 @@ from fivefold.sharding.parts import (
 from fivefold.sharding.sync import outer_messages, outer_sent
 from fivefold.sharding.tiers import partitions
 from fivefold.sharding.units import Sync, syncs
+from fivefold_plan.memory.model_states import divided
+from fivefold_plan.messages.communication import best_all_reduces, summed_by
+from fivefold_plan.setting import Partition, Setting, stages
 
 DATA = ("shard", "replicate", "batch", "edp", "eshard", "inside", "across")
 """Groups that gather states and sum gradients. A plan reports them as one axis, "dp"."""

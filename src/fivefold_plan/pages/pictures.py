@@ -20,6 +20,9 @@ from fivefold.observe.format import duration, memory_text
 from fivefold.observe.format import size as size_text
 from fivefold.observe.memory_picture import COLORS
 from fivefold.observe.timelines import pipeline_text
+from fivefold.schedules.pipeline import Timeline, simulate
+from fivefold.sharding.layout import to_text as layout_text
+from fivefold.sharding.parts import stages_of
 from fivefold_plan.memory import model_states
 from fivefold_plan.memory.memory import Memory
 from fivefold_plan.messages import volume
@@ -27,9 +30,6 @@ from fivefold_plan.predict import Plan
 from fivefold_plan.setting import Setting
 from fivefold_plan.time import stage_costs
 from fivefold_plan.time.cost import forward_flops, operation, stream
-from fivefold.schedules.pipeline import Timeline, simulate
-from fivefold.sharding.layout import to_text as layout_text
-from fivefold.sharding.parts import stages_of
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from fivefold.draw.canvas import Line, picture
 from fivefold.errors import printable
 from fivefold.observe.format import short_number
 from fivefold.observe.report import sampled
+from fivefold.recipe import sweep as sweep_table
 from fivefold_plan.advice.budget import BESIROGLU, FLOPS, HOFFMANN
 from fivefold_plan.advice.scaling import COUNTED, Curve, Results, iso_flops
-from fivefold.recipe import sweep as sweep_table
 
 PUBLISHED = {"Hoffmann et al. (arXiv 2203.15556)": HOFFMANN, "Besiroglu et al. (arXiv 2404.10102)": BESIROGLU}
 NEAR = 4.0  # the line of the law goes on to its minimum, if that is no further than this factor

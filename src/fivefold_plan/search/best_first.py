@@ -13,12 +13,12 @@ from itertools import islice
 from operator import itemgetter
 from typing import Any
 
+from fivefold.sharding.layout import changed
 from fivefold_plan.predict import Plan, held, price
 from fivefold_plan.search.bound import Bounds, Sizes
 from fivefold_plan.search.bound_bytes import LeastBytes
 from fivefold_plan.search.space import Choice, Space
 from fivefold_plan.time.time import step
-from fivefold.sharding.layout import changed
 
 GLIMPSE = 32
 ALL = slice(None)

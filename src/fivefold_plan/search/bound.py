@@ -11,6 +11,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fivefold.models.section import ModelSection
+from fivefold.schedules.pipeline import FILLING, SCHEDULES, ends_upwards
+from fivefold.schedules.timelines import exposed_in_pieces
+from fivefold.sharding.layout import changed, largest
 from fivefold_plan.cluster.devices import Cluster
 from fivefold_plan.memory import model_states
 from fivefold_plan.search import routes
@@ -31,9 +34,6 @@ from fivefold_plan.setting import Setting, Software
 from fivefold_plan.time import stage_costs, time
 from fivefold_plan.time.cost import Cost
 from fivefold_plan.time.stage_costs import pipelined
-from fivefold.schedules.pipeline import FILLING, SCHEDULES, ends_upwards
-from fivefold.schedules.timelines import exposed_in_pieces
-from fivefold.sharding.layout import changed, largest
 
 ENDLESS = 1 - 1e-6  # the share of an endless microbatch's seconds that does not go to weights
 Sizes = list[tuple[float, int]]

@@ -7,14 +7,14 @@ import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from fivefold.schedules.pipeline import FILLING, holds_again, holds_all, most_live
+from fivefold.sharding.layout import changed
+from fivefold.sharding.parts import ends_of, stages_of
 from fivefold_plan.memory import memory, model_states
 from fivefold_plan.memory.memory import MicrobatchBytes, Tail
 from fivefold_plan.memory.model_states import Buffers
 from fivefold_plan.search.shared import MANY, Key, Position, Share, SharedCosts
 from fivefold_plan.search.space import Choice, Space
-from fivefold.schedules.pipeline import FILLING, holds_again, holds_all, most_live
-from fivefold.sharding.layout import changed
-from fivefold.sharding.parts import ends_of, stages_of
 
 NONE = Buffers()
 ROUNDING = 1 - 1e-9

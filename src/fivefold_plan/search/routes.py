@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fivefold_plan.search.shared import Costs, Share, SharedCosts
 from fivefold.schedules.pipeline import SCHEDULES, ends_upwards
 from fivefold.sharding.layout import Layout, changed
+from fivefold_plan.search.shared import Costs, Share, SharedCosts
 
 
 class Route(NamedTuple):

@@ -14,6 +14,12 @@ from typing import Any
 
 from fivefold.errors import UserError
 from fivefold.host.devices import GIB
+from fivefold.recipe import Recipe, count_parameters
+from fivefold.recipe.rules import with_layout
+from fivefold.recipe.rules.combinations import PLAIN
+from fivefold.schedules.pipeline import SCHEDULES
+from fivefold.sharding.layout import Layout, to_text
+from fivefold.sharding.tiers import BESIDE, EARLY, NOT_OFFLOADED, OFFLOADS, WINDOW
 from fivefold_plan.advice.budget import DAY, Questions, answer
 from fivefold_plan.advice.explain import Folded, fold, limits, margin, reasons
 from fivefold_plan.cluster.devices import Cluster
@@ -26,12 +32,6 @@ from fivefold_plan.search.halves import Halves, choice_of
 from fivefold_plan.search.space import Choice, Space
 from fivefold_plan.setting import Software, mode_of, software_of
 from fivefold_plan.time import stage_costs
-from fivefold.recipe import Recipe, count_parameters
-from fivefold.recipe.rules import with_layout
-from fivefold.recipe.rules.combinations import PLAIN
-from fivefold.schedules.pipeline import SCHEDULES
-from fivefold.sharding.layout import Layout, to_text
-from fivefold.sharding.tiers import BESIDE, EARLY, NOT_OFFLOADED, OFFLOADS, WINDOW
 
 LOOKED, SLOWER = 32, 4 / 3  # plans whose recomputation is thinned out; a step with it beside one without
 FOLDED = 4  # times as many are looked at, if many of them differ little

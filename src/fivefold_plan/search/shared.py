@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
+from fivefold.sharding.layout import Layout, changed
+from fivefold.sharding.parts import ends_of, stages_of
 from fivefold_plan.cluster.devices import Cluster
 from fivefold_plan.memory import memory, model_states
 from fivefold_plan.memory.memory import MicrobatchBytes, Sums
@@ -19,8 +21,6 @@ from fivefold_plan.setting import Setting, Software, setting, stages
 from fivefold_plan.time import stage_costs
 from fivefold_plan.time.cost import Cost, slowest
 from fivefold_plan.time.stage_costs import Parts
-from fivefold.sharding.layout import Layout, changed
-from fivefold.sharding.parts import ends_of, stages_of
 
 Key = tuple[object, ...]
 MANY = 2**36

@@ -18,8 +18,6 @@ from fivefold.models.card import card_of
 from fivefold.models.operations import Sizes
 from fivefold.models.recomputation import MODES, PREFIX, region
 from fivefold.optim import OPTIMIZERS
-from fivefold_plan.cluster.devices import Cluster
-from fivefold_plan.setting import software_of
 from fivefold.precision import PRECISIONS
 from fivefold.recipe import Recipe
 from fivefold.recipe.rules import contradictions, with_layout
@@ -28,6 +26,8 @@ from fivefold.sharding.layout import Layout, changed, divisors, largest
 from fivefold.sharding.layout_rules import problems
 from fivefold.sharding.parts import stage_blocks
 from fivefold.sharding.sequence import METHODS
+from fivefold_plan.cluster.devices import Cluster
+from fivefold_plan.setting import software_of
 
 SEQUENCES = ((False, False), (True, False), (True, True))
 """(sp, sp_regather) on a tensor axis."""

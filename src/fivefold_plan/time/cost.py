@@ -13,10 +13,6 @@ from typing import NamedTuple
 
 from fivefold.models.operations import Library, Matmul, Message, Operation
 from fivefold.models.recomputation import region
-from fivefold_plan.cluster.devices import Device
-from fivefold_plan.messages import communication
-from fivefold_plan.messages.communication import exposed, held
-from fivefold_plan.setting import Setting
 from fivefold.precision import MASTER
 from fivefold.precision.fp8 import TENSOR
 from fivefold.schedules import timelines
@@ -24,6 +20,10 @@ from fivefold.schedules.chunks import row_spans, spans
 from fivefold.schedules.ring_attention import slowest as slowest_turns
 from fivefold.sharding.sequence import some_queries
 from fivefold.sharding.units import ROWS
+from fivefold_plan.cluster.devices import Device
+from fivefold_plan.messages import communication
+from fivefold_plan.messages.communication import exposed, held
+from fivefold_plan.setting import Setting
 
 # Tiles of a matmul's result that one processor computes at once, and the share of the best rate that each reaches.
 # Smaller tiles read their factors more often.

@@ -11,15 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fivefold.optim import OPTIMIZERS, rounding_traffic
+from fivefold.schedules.offload import WAYS, Unit, simulate
+from fivefold.schedules.timelines import StepTimeline
+from fivefold.sharding.tiers import CHUNK, READ_AHEAD, SLOTS, WINDOW, Flow, Phase, Tier, Tiers, flows, tiers
+from fivefold.sharding.units import scattered_once
 from fivefold_plan.cluster.devices import Storage
 from fivefold_plan.memory.memory import Memory, leaving, microbatch, sums
 from fivefold_plan.memory.model_states import Elements, elements, outside_blocks, rank_elements
 from fivefold_plan.setting import Setting
 from fivefold_plan.time.stage_costs import outer_buffers, stage_costs
-from fivefold.schedules.offload import WAYS, Unit, simulate
-from fivefold.schedules.timelines import StepTimeline
-from fivefold.sharding.tiers import CHUNK, READ_AHEAD, SLOTS, WINDOW, Flow, Phase, Tier, Tiers, flows, tiers
-from fivefold.sharding.units import scattered_once
 
 EXPOSED = "offload"
 """The key of exposed I/O in `time.Step.exposed`."""

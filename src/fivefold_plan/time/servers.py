@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from fivefold.optim import update_traffic
-from fivefold_plan.memory import memory
-from fivefold_plan.memory.memory import Memory
-from fivefold_plan.messages import communication
-from fivefold_plan.setting import Setting
-from fivefold_plan.time import stage_costs, time
-from fivefold_plan.time.cost import Cost, slowest, stream
 from fivefold.precision import DTYPES, MASTER
 from fivefold.schedules.compression import NONE
 from fivefold.schedules.priority import PRIORITY, SUM_ORDERS, Layer, Line, Simulation, Sums
 from fivefold.sharding.layout import summing_groups
 from fivefold.sharding.parts import local_parameters
 from fivefold.sharding.sync import Servers, messages, units
+from fivefold_plan.memory import memory
+from fivefold_plan.memory.memory import Memory
+from fivefold_plan.messages import communication
+from fivefold_plan.setting import Setting
+from fivefold_plan.time import stage_costs, time
+from fivefold_plan.time.cost import Cost, slowest, stream
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,6 @@ from typing import NamedTuple
 
 from fivefold.models.operations import ByKind, Kind, Message, Operation
 from fivefold.models.recomputation import region
-from fivefold_plan.memory import model_states
-from fivefold_plan.memory.model_states import Elements
-from fivefold_plan.messages import communication, volume
-from fivefold_plan.messages.communication import collective, exposed, held
-from fivefold_plan.setting import Setting
-from fivefold_plan.time.cost import Cost, forward_flops, message, operation, part, slowest, stream, together
 from fivefold.precision import DTYPES, MASTER, PRECISIONS
 from fivefold.schedules.collectives.registry import LIBRARY
 from fivefold.schedules.compression import NONE, compressor
@@ -29,6 +23,12 @@ from fivefold.sharding.layout import Layout, changed
 from fivefold.sharding.parts import ends_of, sharing_group, stages_of
 from fivefold.sharding.tiers import partitions
 from fivefold.sharding.units import Sync, bucket_bytes, scattered_once
+from fivefold_plan.memory import model_states
+from fivefold_plan.memory.model_states import Elements
+from fivefold_plan.messages import communication, volume
+from fivefold_plan.messages.communication import collective, exposed, held
+from fivefold_plan.setting import Setting
+from fivefold_plan.time.cost import Cost, forward_flops, message, operation, part, slowest, stream, together
 
 
 @dataclass(frozen=True)

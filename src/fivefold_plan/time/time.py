@@ -17,6 +17,10 @@ from fivefold.models.operations import Matmul
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS, kept_in, rounding_traffic, update_traffic
 from fivefold.optim.card import planned_ways
+from fivefold.precision import PRECISIONS, token_bytes
+from fivefold.recipe import Recipe, count_parameters
+from fivefold.schedules.compression import NONE
+from fivefold.sharding.parts import Shape, held, local_shape, stages_of
 from fivefold_plan.cluster.devices import Link
 from fivefold_plan.memory import model_states
 from fivefold_plan.memory.model_states import Elements
@@ -25,10 +29,6 @@ from fivefold_plan.setting import Setting
 from fivefold_plan.time import offload, stage_costs
 from fivefold_plan.time.cost import Cost, products, slowest, stream
 from fivefold_plan.time.stage_costs import Parts
-from fivefold.precision import PRECISIONS, token_bytes
-from fivefold.recipe import Recipe, count_parameters
-from fivefold.schedules.compression import NONE
-from fivefold.sharding.parts import Shape, held, local_shape, stages_of
 
 
 @dataclass

@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from fivefold.models.operations import Operation
+from fivefold.schedules.compression import NONE
+from fivefold.schedules.timelines import Message, StepTimeline, Work, simulate
+from fivefold.sharding.units import Sync
 from fivefold_plan.memory import model_states
 from fivefold_plan.messages import communication
 from fivefold_plan.setting import Setting
 from fivefold_plan.time import cost, offload, stage_costs, time
 from fivefold_plan.time.cost import Cost
-from fivefold.schedules.compression import NONE
-from fivefold.schedules.timelines import Message, StepTimeline, Work, simulate
-from fivefold.sharding.units import Sync
 
 ONCE = "once"  # the queue of gathers and sums that run once per step: their order is that of `time.step`
 EACH = "each"  # the queue of ZeRO's messages of every microbatch

@@ -17,7 +17,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import fivefold
 from fivefold.models.card import card_of
 from fivefold.models.mixture import Mixture
 from fivefold.parallel.mesh import Mesh
@@ -43,7 +43,7 @@ from fivefold_plan.trace.memory import OWN, is_free
 from fivefold_plan.trace.step import DEVICE, Creating, a_gpu, microbatch, one_of, replaced, share_evenly
 from fivefold_plan.trace.traffic import formula_of, size_of
 
-PACKAGE = str(Path(__file__).parents[1]) + os.sep
+PACKAGE = os.path.dirname(fivefold.__file__) + os.sep  # the trainer's
 PROCESSORS = 132
 """Of the GPU that kernels are chosen for: an H100's."""
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+import fivefold
 from fivefold.errors import UserError
 from fivefold.files import cache_folder, writable, write_atomically
 from fivefold.host.devices import GIB
@@ -34,7 +35,6 @@ from fivefold.kernels import native
 from fivefold.launch.ranks import threads_of
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
-from fivefold_plan.predict import Plan
 from fivefold.recipe import Recipe, flops_per_token, microbatches_per_step
 from fivefold.schedules.pipeline import FILLING
 from fivefold.schedules.timelines import AWAY, CATEGORIES, MemoryTimeline
@@ -44,6 +44,7 @@ from fivefold.sharding.parts import stage_blocks, stages_of
 from fivefold.sharding.sync import in_replica_group, replica_group_layout
 from fivefold.sharding.tiers import BEHIND, OFFLOADS
 from fivefold.step.state import compute_mode
+from fivefold_plan.predict import Plan
 from fivefold_plan.trace.blocks import Block, Blocks, kinds
 from fivefold_plan.trace.fake import CPU
 from fivefold_plan.trace.memory import Peak
@@ -324,10 +325,11 @@ class CachedFigures:
 
 @cache
 def _source() -> str:
-    """A hash of the package's code."""
-    folder, digest = Path(__file__).parents[1], hashlib.sha256()
-    for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.c"), *folder.rglob("*.cpp")]):
-        digest.update(path.read_bytes())
+    """A hash of the trainer's code and the planner's."""
+    digest = hashlib.sha256()
+    for folder in (Path(fivefold.__file__).parent, Path(__file__).parents[1]):
+        for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.c"), *folder.rglob("*.cpp")]):
+            digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

@@ -14,18 +14,20 @@ forward: guard.cpp keeps the current stream. Where streams meet in backward, the
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
+import fivefold
 from fivefold.comm.progress import Place
 
 Clock = dict[int, int]
-ROOM, PACKAGE = (str(Path(__file__).parents[n]) for n in (0, 1))
+ROOM = os.path.dirname(__file__)
+PACKAGE = os.path.dirname(fivefold.__file__) + os.sep  # the trainer's
 HOST = -1
 """The number of the host among streams."""
 

@@ -12,10 +12,10 @@ from itertools import permutations
 import torch
 from torch.cuda import nccl
 
-from fivefold_plan.bench.gpu.report import Row
 from fivefold.host import gpus
 from fivefold.host.devices import GIB, sheet_of
 from fivefold.host.machine import untried_torch
+from fivefold_plan.bench.gpu.report import Row
 
 FREE = 0.95  # of a GPU's memory: the driver and this process take some hundred MiB
 ASKED = ("driver_version", "power.limit", "power.default_limit")

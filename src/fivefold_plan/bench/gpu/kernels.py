@@ -15,9 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fivefold_plan.bench.gpu.report import Row
-from fivefold_plan.bench.hardware import timed
-from fivefold.train.peak import device_peak
 from fivefold.host.devices import sheet_of
 from fivefold.kernels import adamw, elementwise
 from fivefold.kernels.blockwise_attention import qkv_attention
@@ -27,6 +24,9 @@ from fivefold.models.section import ModelSection, known
 from fivefold.precision import torch_dtype
 from fivefold.precision.formats import FORMATS
 from fivefold.precision.fp8 import BLOCK
+from fivefold.train.peak import device_peak
+from fivefold_plan.bench.gpu.report import Row
+from fivefold_plan.bench.hardware import timed
 
 SLOWER, SHARE = 1.1, 0.8  # of PyTorch's own time; of the data sheet's bandwidth
 FAR = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}  # of two kernels' results

@@ -1,8 +1,8 @@
 """The parts of `fivefold bench gpu` and their trials. DIR/gpu.json and the page DIR/gpu.html are written after each.
 
-A trial is a process of its own, `python -m fivefold_plan.bench.gpu.trials PART TRIAL`, which prints rows. So a crash, a hang
-or no memory ends one trial, and its rows so far stay. What is in gpu.json is not run again; what failed or had no time
-is. Without a GPU, two ranks on the CPU run at tiny sizes. That shows that the instrument works, but no speed.
+A trial is a process of its own, `python -m fivefold_plan.bench.gpu.trials PART TRIAL`, which prints rows. So a crash,
+a hang or no memory ends one trial, and its rows so far stay. What is in gpu.json is not run again; what failed or had
+no time is. Without a GPU, two ranks on the CPU run at tiny sizes. That shows that the instrument works, but no speed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fivefold_plan.bench import collectives
-from fivefold_plan.bench.gpu.doctor import doctor
-from fivefold_plan.bench.gpu.kernels import kernels
-from fivefold_plan.bench.gpu.plain import plain, random_tokens, seconds_per_step
-from fivefold_plan.bench.gpu.report import Row, line, page, rows
-from fivefold.train.peak import device_peak
 from fivefold.errors import UserError, printable, shortened
 from fivefold.files import make_folder, read_json, write_atomically
 from fivefold.host import cores
@@ -44,14 +38,20 @@ from fivefold.launch.verdict import USER, Interrupt, unsaved
 from fivefold.models.section import known
 from fivefold.observe.format import size as size_text
 from fivefold.parallel.mesh import Microbatch
-from fivefold_plan.cluster.devices import Cluster
-from fivefold_plan.messages.communication import Group, collective, send
-from fivefold_plan.predict import Plan, predict, priced_here, resolved
-from fivefold_plan.setting import Software
 from fivefold.precision import MASTER, PRECISIONS
 from fivefold.recipe import Recipe, flops_per_token, load
 from fivefold.step.state import build_state, compute_mode
 from fivefold.step.step import take_step
+from fivefold.train.peak import device_peak
+from fivefold_plan.bench import collectives
+from fivefold_plan.bench.gpu.doctor import doctor
+from fivefold_plan.bench.gpu.kernels import kernels
+from fivefold_plan.bench.gpu.plain import plain, random_tokens, seconds_per_step
+from fivefold_plan.bench.gpu.report import Row, line, page, rows
+from fivefold_plan.cluster.devices import Cluster
+from fivefold_plan.messages.communication import Group, collective, send
+from fivefold_plan.predict import Plan, predict, priced_here, resolved
+from fivefold_plan.setting import Software
 
 JSON, HTML = "gpu.json", "gpu.html"
 LEAST_S = 5.0  # a trial's process alone takes some seconds to start
