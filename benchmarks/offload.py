@@ -84,7 +84,7 @@ def compared(
     args: argparse.Namespace, none: dict[str, Any], away: dict[str, Any], disk: dict[str, float], offload: str
 ) -> dict[str, Any]:
     """Checks that losses and norms are the same, and relates the steps after the first two: the first update, in the
-    second step's forward, reads no states. predicted: by the planner (plan/time/offload.py), from the seconds of
+    second step's forward, reads no states. predicted: by the planner (time/offload.py), from the seconds of
     forward, backward and update in memory and the bandwidth of the disk."""
     steps, others = none["steps"], away["steps"]
     assert [(s["loss"], s["norm"]) for s in steps] == [(s["loss"], s["norm"]) for s in others], "other bits"

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import house_picture
 import loss_pictures
 import terminal_picture
 
@@ -136,6 +137,7 @@ def main() -> None:
         (PLAN_FOLDER / f"{name}.svg").write_text(picture, encoding="utf-8")
     for name, picture in plans().items():
         (PLAN_FOLDER / f"plan_{name}.svg").write_text(picture, encoding="utf-8")
+    (PLAN_FOLDER / "house.svg").write_text(house_picture.house(), encoding="utf-8")
     (PLAN_FOLDER / "first_run.svg").write_text(terminal_picture.first_run(), encoding="utf-8")
     (PLAN_FOLDER / "talk.svg").write_text(terminal_picture.talk(), encoding="utf-8")
     for name, picture in examples().items():

@@ -10,6 +10,34 @@ FILES = [file for package in PACKAGES for file in sorted((SRC / package).rglob("
 OWN_ROOMS = ("bench", "commands", "forecast", "foreign", "lessons", "trace")
 """Folders of `fivefold_plan` that are rooms of their own. All its others are one: the planner."""
 
+LINES = [
+    {"play"},
+    {"plan.commands"},
+    {"plan.lessons", "plan.forecast"},
+    {"plan.bench", "plan.trace"},
+    {"plan"},
+    {"plan.foreign"},
+    {"__init__", "__main__"},
+    {"cli"},
+    {"train"},
+    {"step"},
+    {"observe"},
+    {"parallel", "checkpoint"},
+    {"data", "comm"},
+    {"recipe"},
+    {"models", "optim"},
+    {"kernels"},
+    {"launch"},
+    {"sharding"},
+    {"schedules"},
+    {"host"},
+    {"files", "draw"},
+    {"wings"},
+    {"errors", "precision"},
+]
+"""The rooms from the top down. A room imports its own files and rooms on lower lines; rooms on one line do not know
+each other."""
+
 
 def name_of(file: Path) -> str:
     """`fivefold/cli/main.py`, `fivefold_plan/predict.py`."""

@@ -536,4 +536,6 @@ def main() -> None:
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # as trace/gpu.py ends: autograd's thread for the device may still let go of tensors
+    os._exit(
+        0
+    )  # as fivefold_plan/trace/gpu.py ends: autograd's thread for the device may still let go of tensors

@@ -254,7 +254,7 @@ def test_an_error_is_told_even_if_the_others_are_gone(monkeypatch: pytest.Monkey
 
 def test_the_documented_error_points_at_its_message() -> None:
     root = Path(__file__).parents[1]
-    (line,) = re.findall(r"zero\.py:(\d+)", (root / "docs/architecture.md").read_text())
+    (line,) = re.findall(r"zero\.py:(\d+)", (root / "docs/messages.md").read_text())
     source = (root / "src/fivefold/parallel/zero.py").read_text().splitlines()
     assert "axis.start_all_gather(" in source[int(line) - 1]
 

@@ -29,7 +29,7 @@ ROOMS = ("fivefold_plan", "fivefold/models")
 DISTINCT = 1 << 20  # smaller numbers mean many things: there the name must give it away
 POWERS = {10.0**n for n in range(6, 16)}  # units, not sizes
 OTHERS = {
-    "LARGEST = 2**29\n",  # plan/cluster/measured.py: the largest matmul that is timed
+    "LARGEST = 2**29\n",  # fivefold_plan/cluster/measured.py: the largest matmul that is timed
 }
 OPERATORS = {
     ast.LShift: operator.lshift,

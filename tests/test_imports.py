@@ -10,36 +10,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from sources import FILES, PACKAGES, SRC, name_of, room_of
+from sources import FILES, LINES, PACKAGES, SRC, name_of, room_of
 
 import fivefold
 
-# From the top down. A room imports its own files and rooms on lower lines; rooms on one line do not know each other.
-LINES = [
-    {"play"},
-    {"plan.commands"},
-    {"plan.lessons", "plan.forecast"},
-    {"plan.bench", "plan.trace"},
-    {"plan"},
-    {"plan.foreign"},
-    {"__init__", "__main__"},
-    {"cli"},
-    {"train"},
-    {"step"},
-    {"observe"},
-    {"parallel", "checkpoint"},
-    {"data", "comm"},
-    {"recipe"},
-    {"models", "optim"},
-    {"kernels"},
-    {"launch"},
-    {"sharding"},
-    {"schedules"},
-    {"host"},
-    {"files", "draw"},
-    {"wings"},
-    {"errors", "precision"},
-]
 LINE_OF = {room: number for number, rooms in enumerate(LINES) for room in rooms}
 # These import no torch.
 LIGHT = {
@@ -129,7 +103,7 @@ def test_no_file_imports_itself_through_others() -> None:
 
 
 def test_only_comm_sends() -> None:
-    """But for the meeting of ranks and for measurements (docs/architecture.md)."""
+    """But for the meeting of ranks and for measurements (docs/messages.md)."""
     sends = r"\b(dist|distributed)\.(all_|broadcast|i?send|i?recv|reduce|gather|scatter|(monitored_)?barrier|batch_)"
     found = {file for file in FILES if re.search(sends, file.read_text(encoding="utf-8"))}
     others = {name_of(file) for file in found if room_of(name_of(file)) not in ("comm", "plan.bench")}

@@ -27,6 +27,7 @@ NO_FIGURES = {
     "combined": "who holds what, counted from the recipe",
     "context": "who attends to what, counted from the recipe",
     "expert": "who holds what, counted from the recipe",
+    "house": "the program's rooms and their lines",
     "hybrid": "who holds what, counted from the recipe",
     "optimizers": "paths on given functions, taken while it is drawn",
     "step_bf16": "which tensor has which format",

@@ -4,7 +4,7 @@
         [--out benchmarks/results/planner_own_bytes.json]
 
 Each layout trains a tiny model for two steps on real ranks (gloo; even load of experts); a counter
-(trace/traffic.py) notes every collective of the second step by operation and axis. The prediction
+(fivefold_plan/trace/traffic.py) notes every collective of the second step by operation and axis. The prediction
 (`plan.volume.counted`, no torch) is made from the recipe alone. Equal means: the same operations on the same axes, the
 same calls and the same bytes, on every rank. Exit code 1 if a layout differs. About a quarter of an hour on two cores.
 """

@@ -5,7 +5,7 @@
 Each layout runs two steps on real ranks (gloo, random tokens, even load of experts). In the second every storage is
 tracked from its allocation until it is freed (trace/memory.py): "tracked" is the peak of their sum. "traced" is the
 peak of the same step on tensors without memory (trace/depth.py), "predicted" that of the planner's formula
-(plan/memory/memory.py). About five minutes on two cores.
+(memory/memory.py). About five minutes on two cores.
 """
 
 from __future__ import annotations

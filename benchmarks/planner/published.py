@@ -357,7 +357,7 @@ SOURCES = {
     "deepseek_v3": "DeepSeek-V3",
     "own_h100": "Fivefold",
 }
-"""Whose runs say how far a plan of their kind may be off (plan/software.py). Not llm-foundry's: programs of 2023."""
+"""Whose runs say how far a plan of their kind may be off (software.py). Not llm-foundry's: programs of 2023."""
 
 
 def compare(

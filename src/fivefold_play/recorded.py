@@ -149,7 +149,7 @@ def of_runs(
     sweep: Mapping[str, Any] | None = None,
 ) -> str:
     """The part "Runs" with these runs side by side, or with what a sweep has found. still: the same as plain text.
-    sweep: its `plan/pages/sweep.view`, and the folder that it lies in."""
+    sweep: its `fivefold_plan/pages/sweep.view`, and the folder that it lies in."""
     points = max(FEWEST, POINTS // max(1, len(runs)))
     rows = [{"name": printable(str(run.folder)), "label": run.name, **row(run)} for run in runs]
     first = {

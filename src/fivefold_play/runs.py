@@ -74,7 +74,7 @@ def compare(state: State, given: Params) -> dict[str, Any]:
 
 
 def sweep(state: State, name: object) -> dict[str, Any]:
-    """What a sweep has found (`plan/pages/sweep.view`)."""
+    """What a sweep has found (`fivefold_plan/pages/sweep.view`)."""
     sweeps = state.sweeps()
     if not isinstance(name, str) or name not in sweeps:
         raise UserError(f"there is no sweep '{name}'{did_you_mean(str(name), sweeps)}")

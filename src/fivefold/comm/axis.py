@@ -8,7 +8,7 @@
 sends nothing. Training calls torch.distributed nowhere else (tests/test_comm.py), so code that concerns every message
 belongs here:
 
-- counting: `counters` are told of each message (`trace/traffic.py` is one);
+- counting: `counters` are told of each message (`fivefold_plan/trace/traffic.py` is one);
 - time-outs: a message that fails is a `CommunicationError` that names rank, axis, operation and the caller's line
   (with NCCL, its watchdog ends the process instead);
 - hangs: `progress.py` notes what has begun and what is waited for, and `watchdog.py` reads it;

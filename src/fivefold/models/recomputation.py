@@ -3,7 +3,7 @@ kept and repeated. No torch.
 
 A mode is "none", "selective", "full", or operations by their names: "ops:attention+gate+norm". Blocks may have several:
 "full*3/none*9" is that of the first three and of the nine behind them. "budget:6GiB" becomes such a text before a run
-(`plan/search/recompute_budget.py`).
+(`fivefold_plan/search/recompute_budget.py`).
 """
 
 from __future__ import annotations

@@ -224,8 +224,8 @@ CATEGORIES = {
     "activations": "activations",
     "buffers": "messages and other buffers",
 }
-"""The categories of memory, with their names in pictures. The planner predicts them (`plan/memory/memory.py`), and the
-tracker measures them."""
+"""The categories of memory, with their names in pictures. The planner predicts them (`fivefold_plan/memory/memory.py`),
+and the tracker measures them."""
 AWAY = {"host": "host memory", "disk": "files on disk"}
 """Where `layout.offload` keeps what it takes off the device; no sum counts it. A CPU's own memory is not a host's."""
 BINS = 240

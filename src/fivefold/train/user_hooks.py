@@ -272,7 +272,7 @@ def _check_optimizer(recipe: Recipe, optimizer: Ref) -> None:
     if not isinstance(given, OptimizerCard) and layout.divided:
         raise UserError(
             f"optimizer = {optimizer.word}: a torch optimizer supports plain data parallelism only (dp=N). Nearest "
-            "valid: --layout dp=N, or an OptimizerCard (docs/architecture.md)"
+            "valid: --layout dp=N, or an OptimizerCard (docs/add/optimizer.md)"
         )
 
 

@@ -1,4 +1,4 @@
-"""Formulas of papers and courses, printed as they are evaluated. Symbols: lessons/terms.py."""
+"""Formulas of papers and courses, printed as they are evaluated. Symbols: fivefold_plan/lessons/terms.py."""
 
 from __future__ import annotations
 

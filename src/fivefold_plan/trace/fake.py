@@ -1,6 +1,6 @@
 """Fake tensors: they claim to be on a device, and have a shape but no memory. The trainer's step runs on them
 unchanged (trace/), for models of any size. Claiming to be on a GPU, they take the code's path for GPUs, and two of them
-on different devices do not mix. That takes the guard of trace/gpu.py where PyTorch has no GPU.
+on different devices do not mix. That takes the guard of fivefold_plan/trace/gpu.py where PyTorch has no GPU.
 
 PyTorch's FakeTensorMode is the same idea, made for its compiler, and takes about 0.1 ms per operation. Here an
 operation runs on PyTorch's "meta" device, whose kernels compute shapes only: nothing is converted or cached.
