@@ -18,7 +18,9 @@ PAGE = Path(__file__).with_name("recipes.md")
 BEGIN = "<!-- What follows is written by docs/make_recipe_reference.py, from recipe/schema.py -->\n"
 
 PLANNER = Path(__file__).with_name("planner.md")
-BEGIN_KEYS = "<!-- What follows is written by docs/make_recipe_reference.py, from recipe/foreign/*.toml -->\n"
+BEGIN_KEYS = (
+    "<!-- What follows is written by docs/make_recipe_reference.py, from fivefold_plan/foreign/*.toml -->\n"
+)
 END_KEYS = "<!-- The end of that -->\n"
 
 

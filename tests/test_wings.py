@@ -79,7 +79,7 @@ def test_the_trainer_alone_resumes_verifies_generates_and_exports(core: Path) ->
     assert said(core, "generate", run, "--prompt", "1 squared", "--max-tokens", 3)
     said(core, "export", run, core / "exported")
     assert (core / "exported" / "model.safetensors").is_file()
-    for asked in ("layout.recompute=1GiB", "layout.offload_window=0"):
+    for asked in ("layout.recompute=budget:1GiB", "layout.offload_window=0"):
         text = said(core, "train", "quickstart", "--out", core / "asked", *two, f"--set={asked}", code=2)
         assert "the package fivefold_plan is missing" in text
     assert "fivefold_play is missing" in said(core, "report", run, core / "one", code=2)

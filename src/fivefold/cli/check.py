@@ -191,20 +191,22 @@ def _summary_text(name: str, recipe: Recipe, result: dict[str, Any]) -> list[str
 
 
 def _explain_text(recipe: Recipe) -> list[str]:
-    """Every field, section by section. `*` marks values that differ from the default."""
+    """Every field, those that most runs set first, then section by section. `*` marks values that differ from the
+    default."""
     from fivefold.recipe import explain
-    from fivefold.recipe.messages import toml_value
+    from fivefold.recipe.messages import ESSENTIAL, toml_value
 
     width = min(shutil.get_terminal_size().columns, 110)
-    lines, section = ["Fields (* marks values that differ from the default)"], ""
+    lines, title = ["Fields (* marks values that differ from the default)"], ""
     for field in explain(recipe):
-        if field.key.partition(".")[0] != section:
-            section = field.key.partition(".")[0]
-            lines += ["", f"[{section}]"]
+        section, _, name = field.key.partition(".")
+        first = field.key in ESSENTIAL
+        if title != (title := "What most runs set:" if first else f"[{section}]"):
+            lines += ["", title]
         value, default = ("unset" if v is None else toml_value(v) for v in (field.value, field.default))
         mark = " " if field.is_default else "*"
         was = "" if field.is_default else f"; default {default}"
-        lines.append(f"{mark} {field.key.partition('.')[2]} = {value}   ({field.type}{was})")
+        lines.append(f"{mark} {field.key if first else name} = {value}   ({field.type}{was})")
         lines += wrap(field.doc, width, initial_indent="      ", subsequent_indent="      ")
     return lines
 
