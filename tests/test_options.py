@@ -1,6 +1,6 @@
 """Recipe fields and command options are frozen: a new one is entered in `options.toml` with its reason.
 
-A field or an option costs every reader of a recipe, of a help text and of the code that must combine it with all others.
+A field or an option costs every reader of a recipe, of a help text and of the code that combines it with all others.
 `python tests/test_options.py` writes what there is, and keeps the reasons.
 """
 
