@@ -80,17 +80,16 @@ def load(
 def read_foreign(name_or_path: str | Path, devices: int) -> Any:
     """What the planner reads of another program's configuration (its `foreign.read`); None: it is none. Raises
     UserError: as that, or the planner is missing."""
-    if str(name_or_path) in _files():
+    if not is_foreign(name_or_path):
         return None
-    configurations = wings.part("configurations")
-    return configurations.read(Path(name_or_path), devices, lambda base: _with_base(find(base))[0]["model"])
+    read = wings.part("configurations").read
+    return read(Path(name_or_path), devices, lambda base: _with_base(find(base))[0]["model"])
 
 
 def is_foreign(name_or_path: str | Path) -> bool:
-    """True if this is another program's configuration, and no recipe."""
-    if str(name_or_path) in _files():
-        return False
-    return wings.part("configurations").kind_of(Path(name_or_path)) is not None
+    """True if this is another program's configuration, and no recipe. Raises UserError: the planner is missing."""
+    path = Path(name_or_path)
+    return str(name_or_path) not in _files() and wings.part("configurations").kind_of(path) is not None
 
 
 @brief
