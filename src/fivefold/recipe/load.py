@@ -78,8 +78,7 @@ def load(
 
 
 def read_foreign(name_or_path: str | Path, devices: int) -> Any:
-    """What the planner reads of another program's configuration (its `foreign.read`); None: it is none. Raises
-    UserError: as that, or the planner is missing."""
+    """What the planner reads of another program's configuration (its `foreign.read`); None: it is none."""
     if not is_foreign(name_or_path):
         return None
     read = wings.part("configurations").read
@@ -88,8 +87,9 @@ def read_foreign(name_or_path: str | Path, devices: int) -> Any:
 
 def is_foreign(name_or_path: str | Path) -> bool:
     """True if this is another program's configuration, and no recipe. Raises UserError: the planner is missing."""
-    path = Path(name_or_path)
-    return str(name_or_path) not in _files() and wings.part("configurations").kind_of(path) is not None
+    return str(name_or_path) not in _files() and bool(
+        wings.part("configurations").kind_of(Path(name_or_path))
+    )
 
 
 @brief
