@@ -87,9 +87,8 @@ def read_foreign(name_or_path: str | Path, devices: int) -> Any:
 
 def is_foreign(name_or_path: str | Path) -> bool:
     """True if this is another program's configuration, and no recipe. Raises UserError: the planner is missing."""
-    return str(name_or_path) not in _files() and bool(
-        wings.part("configurations").kind_of(Path(name_or_path))
-    )
+    ours = str(name_or_path) in _files()
+    return not ours and wings.part("configurations").kind_of(Path(name_or_path)) is not None
 
 
 @brief
@@ -105,10 +104,8 @@ def change(recipe: Recipe, overrides: Sequence[str] = (), layout: str | None = N
 
 def shipped() -> dict[str, str]:
     """The shipped recipes: {name: first line of its comment}."""
-    return {
-        name: file.read_text(encoding="utf-8").split("\n", 1)[0].lstrip("# ")
-        for name, file in _files().items()
-    }
+    texts = {name: file.read_text(encoding="utf-8") for name, file in _files().items()}
+    return {name: text.split("\n", 1)[0].lstrip("# ") for name, text in texts.items()}
 
 
 def published() -> dict[str, int]:
