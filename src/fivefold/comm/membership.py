@@ -11,7 +11,7 @@ A **meeting** is one outer step. Its attempts are numbered:
 3. Each rank votes whether it received everything. Only if all have, the step counts. Otherwise the groups whose ranks
    have voted meet for another attempt.
 
-So they always agree on what the common weights are, whenever one is lost. How long who waits is one chain (`Waits`).
+So they always agree on what the common weights are, whenever one is lost. All waiting times form one chain (`Waits`).
 
 Keys name groups, not meetings, so the store stays small. A value says of which meeting it is (`Meeting.at`), and is
 written again only after all ranks of the members have read it: they vote after that.
@@ -74,8 +74,8 @@ class Endpoint:
 
 
 class Waits:
-    """How long who waits when groups meet, in seconds: one chain, in which each wait is longer than those that
-    it waits for. So no values of the fields let the loss of a group end another one. patience: `sync.patience`,
+    """How long each one waits when groups meet, in seconds. The times form one chain: each wait is longer than the
+    waits that it waits for. So no values of the fields let the loss of a group end another one. patience: `sync.patience`,
     of group 0 for members, for making a process group between them, and for each message over it. timeout:
     `launch.timeout`, for what the ranks of a group do at about the same time."""
 

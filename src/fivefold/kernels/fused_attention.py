@@ -87,7 +87,8 @@ class Core(ABC):
 
 
 cores: WeakValueDictionary[str, Core] = WeakValueDictionary()
-"""By their keys: an operator cannot take one. Those of all blocks compute the same."""
+"""All cores by their keys. An operator cannot take an object, so it takes the key. The cores of all blocks compute the
+same."""
 
 
 @custom_op("fivefold::attend", mutates_args=())

@@ -346,12 +346,12 @@ def filled(
 
 
 def evened(way: Assignment, dtype: torch.dtype) -> Assignment:
-    """Adds rows that are nobody's behind those of each expert, so that each has a multiple of a power of 2, at most an
-    eighth of the mean. Without chunks. Unchanged if slots were dropped, and but in bf16 on CPUs. In traces slots are
-    shared evenly.
+    """Adds filler rows behind those of each expert, up to a multiple of a power of 2 that is at most an eighth of the
+    mean. This happens in bf16 on CPUs only, where no slot was dropped; elsewhere the assignment stays as it is. There
+    are no chunks. In traces slots are shared evenly.
 
-    There oneDNN compiles a matmul for each number of rows that occurs, which takes several times as long as the matmul.
-    The added rows take 1/16 of the experts' time."""
+    On CPUs oneDNN compiles a bf16 matmul anew for each number of rows, which takes several times as long as the matmul.
+    The filler rows take 1/16 of the experts' time."""
     counts_E = way.counts_CE[0]
     if dtype != torch.bfloat16 or counts_E.device.type != "cpu" or way.drops:
         return way

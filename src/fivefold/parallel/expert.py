@@ -160,8 +160,8 @@ class AllToAll(Exchange):
     has arrived, and its results leave before the next chunk. Backward runs the same in reverse, because autograd goes
     through nodes in reverse order of their making: the gradients of rows come home beside the shared expert's backward.
 
-    buffer: in training each rank sends every rank `buffer` times the mean number of rows, those that are missing filled
-    up by others. The host then knows all numbers and waits for none. Rows beyond are lost and counted (`beyond`), which
+    buffer: in training each rank sends every rank `buffer` times the mean number of rows, with filler where there are
+    fewer. The host then knows all numbers and waits for none. Rows beyond are lost and counted (`beyond`), which
     ends a run (train/faults.py). 0: as many rows as there are.
     """
 

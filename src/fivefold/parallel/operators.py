@@ -26,7 +26,7 @@ Wait = Callable[..., Tensor]
 """Waits for a message that was started, and returns its result. Compiled code does so after it has computed the tensors
 that it is given."""
 axes: WeakValueDictionary[str, Axis] = WeakValueDictionary()
-"""By their keys."""
+"""All axes by their keys, which operators take instead of the objects."""
 MESSAGES = {f"fivefold::{name}" for name in ("start_sum", "await_sum", "start_message", "await_message")}
 """The operators below."""
 _under_way: dict[int, Started] = {}

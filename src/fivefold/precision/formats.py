@@ -68,7 +68,7 @@ class Format:
         return 2.0**self.highest * (1 + last * self.epsilon)
 
     def value(self, code: int) -> float:
-        """The number that is stored as these bits. Infinities and NaN are no such."""
+        """The number that these bits stand for. They stand neither for an infinity nor for NaN."""
         fraction, rest = code & (2**self.fraction - 1), code >> self.fraction
         exponent, sign = rest & (2**self.exponent - 1), -1 if self.signed and rest >> self.exponent else 1
         if self.fraction and not exponent:

@@ -61,7 +61,7 @@ class Setting(NamedTuple):
 
 
 def _open(recipe: Sections) -> None:
-    """Leaves a field to what follows from the others."""
+    """Leaves a field unset, so that its value is derived from other fields."""
 
 
 SETTINGS = (

@@ -66,7 +66,7 @@ def values(content: bytes, names: Set[str]) -> Any:
             case "REDUCE" | "NEWOBJ":
                 name, args = pop(2)
                 if not isinstance(name, Name):
-                    raise TypeError("it calls what is no name")
+                    raise TypeError("it calls something that is not a name")
                 stack.append(Made(name, args, []))
             case "BUILD":
                 (state,) = pop(1)

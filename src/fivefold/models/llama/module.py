@@ -96,5 +96,5 @@ class Model(LanguageModel):
         return self.predict(self.norm(x_BTD), targets_BT)
 
     def predict(self, y_BTD: Tensor, targets_BT: Tensor | None) -> Tensor:
-        """`end` behind the norm."""
+        """What `end` computes after its norm."""
         return self.output(y_BTD, (self.head or self.embed).weight, targets_BT)

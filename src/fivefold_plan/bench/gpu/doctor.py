@@ -22,7 +22,7 @@ ASKED = ("driver_version", "power.limit", "power.default_limit")
 
 
 def doctor(count: int, name: str) -> Iterator[Row]:
-    """Facts, and what is wrong with them. count: of GPUs."""
+    """Yields facts about the machine, each with advice where it is wrong. count: number of GPUs."""
     yield Row("PyTorch", torch.__version__, advice=untried_torch(torch.__version__))
     sends = ".".join(map(str, nccl.version())) if count else "not used"
     yield Row("CUDA, NCCL", f"{torch.version.cuda or torch.version.hip or 'not in this build'}, {sends}")
