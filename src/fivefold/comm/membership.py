@@ -75,9 +75,9 @@ class Endpoint:
 
 class Waits:
     """How long each one waits when groups meet, in seconds. The times form one chain: each wait is longer than the
-    waits that it waits for. So no values of the fields let the loss of a group end another one. patience: `sync.patience`,
-    of group 0 for members, for making a process group between them, and for each message over it. timeout:
-    `launch.timeout`, for what the ranks of a group do at about the same time."""
+    waits that it waits for. So no values of the fields let the loss of a group end another one. patience:
+    `sync.patience`, of group 0 for members, for making a process group between them, and for each message over it.
+    timeout: `launch.timeout`, for what the ranks of a group do at about the same time."""
 
     def __init__(self, patience: float, timeout: float):
         self.patience, self.timeout = patience, timeout
