@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 from marks import only
 
-from fivefold.cli import bench, options, plan
+from fivefold.cli import options
 from fivefold.cli.main import app, main, prepare
 from fivefold.cli.options import examples, save_as
 from fivefold.errors import BusyError
 from fivefold.recipe import Recipe
 from fivefold.recipe.messages import KEYS, allowed
 from fivefold.schedules.pipeline import SCHEDULES
+from fivefold_plan.commands import bench, plan
 
 COMMANDS = (
     "train", "check", "plan", "plan search", "plan terms", "plan trace", "plan calibrate", "recipes", "tokenize",

@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 from typer.testing import CliRunner
 
-from fivefold.cli import plan as plan_cli
 from fivefold.cli.main import app
 from fivefold.data import prepare
 from fivefold.errors import UserError
@@ -18,6 +17,7 @@ from fivefold.recipe import Recipe, load
 from fivefold.recipe.load import read_foreign
 from fivefold.recipe.messages import KEYS, SECTIONS
 from fivefold.train.start import run_command
+from fivefold_plan.commands import plan as plan_cli
 from fivefold_plan.foreign import KINDS, Reading
 from fivefold_plan.foreign import tables as tables_of
 

@@ -15,8 +15,8 @@ from fivefold.launch.ranks import Ranks
 from fivefold.observe.memory_picture import to_svg, to_text
 from fivefold.recipe import load, microbatches_per_step
 from fivefold.schedules.timelines import BINS, Change, MemoryTimeline, Phase, of_changes
-from fivefold.train.instruments import HISTORY, MemoryWatch
 from fivefold.train.job import Job
+from fivefold.train.memory_watch import HISTORY, MemoryWatch
 from fivefold_plan.trace import gpu
 from fivefold_plan.trace.depth import timelines
 from fivefold_plan.trace.step import trace

@@ -33,7 +33,7 @@ from fivefold.kernels import matmul
 from fivefold.observe import report
 from fivefold.observe.console import summary_rows
 from fivefold.observe.summary import summarize
-from fivefold_plan.bench import peak
+from fivefold.train import peak
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")

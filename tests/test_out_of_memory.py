@@ -193,7 +193,7 @@ def test_the_rest_of_a_gpu_is_beside_the_plan(tmp_path: Path, monkeypatch: pytes
     """On a GPU the planner knows, of which all but the runtime, fragments and the margin may be planned."""
     recipe = resolve(recipe_of(tmp_path, "dp=1"), vocab_size=260)
     monkeypatch.setattr(
-        oom, "_limit", lambda ranks: (79 << 30, "NVIDIA H100 80GB HBM3", 1, "NVIDIA H100 80GB HBM3")
+        oom, "_room", lambda ranks: (79 << 30, "NVIDIA H100 80GB HBM3", 1, "NVIDIA H100 80GB HBM3")
     )
     held = {"params": 1 << 20, "gradients": 2 << 20, "optimizer": 3 << 20, "buffers": 70 << 30}
     said = "\n".join(advice(Job(recipe, tmp_path / "run"), 1, base=1 << 30, held=(0, held)))
@@ -205,7 +205,7 @@ def test_the_rest_of_a_gpu_is_beside_the_plan(tmp_path: Path, monkeypatch: pytes
     two = resolve(recipe_of(tmp_path, "pp=2"), vocab_size=260)
     ends = ["\n".join(advice(Job(two, tmp_path / "run"), 2, held=(place, held))) for place in (0, 1)]
     assert ["of these the loss" in text for text in ends] == [False, True], "only the last stage computes it"
-    monkeypatch.setattr(oom, "_limit", lambda ranks: (79 << 30, "Another", 1, "Another"))
+    monkeypatch.setattr(oom, "_room", lambda ranks: (79 << 30, "Another", 1, "Another"))
     assert " s)" not in "\n".join(advice(Job(recipe, tmp_path / "run"), 1)), "another device's seconds"
 
 

@@ -11,13 +11,14 @@ import pytest
 from typer import BadParameter
 from typer.testing import CliRunner
 
-from fivefold.cli import budgets, options
+from fivefold.cli import options
 from fivefold.cli.main import app
 from fivefold.errors import UserError
 from fivefold.recipe import change, count_parameters, load
 from fivefold_plan.advice import budget, failures
 from fivefold_plan.advice.budget import Questions, answer, ask, lines
 from fivefold_plan.cluster.clusters import parse
+from fivefold_plan.commands import budgets
 from fivefold_plan.predict import Plan, predict
 from fivefold_plan.search import search as searching
 from fivefold_plan.search.search import fewest_devices, search
@@ -75,7 +76,7 @@ def test_noise_scale_of_known_noise() -> None:
 
     small = sum(square(2) for _ in range(400)) / 400
     large = sum(square(32) for _ in range(200)) / 200
-    gradient, trace = budget.noise_parts(2, 32, small, large)
+    gradient, trace = noise_parts(2, 32, small, large)
     assert trace / gradient == pytest.approx(4, rel=0.1)
 
 

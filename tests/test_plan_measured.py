@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from fivefold.cli import bench as commands_of_bench
 from fivefold.errors import BusyError, UserError
 from fivefold.host import tables
 from fivefold.models.operations import Matmul
@@ -20,6 +19,7 @@ from fivefold_plan.cluster.calibrate import FinishedRun, fit
 from fivefold_plan.cluster.clusters import parse
 from fivefold_plan.cluster.devices import Storage, of_table
 from fivefold_plan.cluster.measured import ASSUMED_FLOPS, assumed_table
+from fivefold_plan.commands import bench as commands_of_bench
 from fivefold_plan.messages import communication
 from fivefold_plan.messages.communication import Group, collective
 from fivefold_plan.predict import Plan, predict

@@ -19,11 +19,11 @@ from fivefold.optim import OPTIMIZERS
 from fivefold.recipe import Recipe, count_parameters, load, resolve_model
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import held, size_of
-from fivefold.train import prediction
 from fivefold.train.user_hooks import WITHOUT
 from fivefold_plan.cluster.clusters import parse
 from fivefold_plan.cluster.devices import of_table
 from fivefold_plan.cluster.measured import assumed_table
+from fivefold_plan.forecast import run as prediction
 from fivefold_plan.memory import memory, model_states
 from fivefold_plan.messages import volume
 from fivefold_plan.predict import held as at_peak

@@ -12,10 +12,10 @@ from ranks import run_ranks
 from fivefold.observe import memory_picture
 from fivefold.observe.prediction import rows
 from fivefold.recipe import Recipe, flops_per_token, load, resolve
-from fivefold.train import prediction
 from fivefold.train.job import Job
 from fivefold_plan.cluster.measured import assumed_table
 from fivefold_plan.commands.draw import of_run
+from fivefold_plan.forecast import run as prediction
 
 TINY = [
     "model.layers=4", "model.dim=96", "model.heads=4", "model.kv_heads=4", "model.ffn_dim=256", "model.seq_len=64",
