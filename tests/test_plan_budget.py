@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from fivefold.cli import options
 from fivefold.cli.main import app
 from fivefold.errors import UserError
+from fivefold.optim.noise import noise_parts
 from fivefold.recipe import change, count_parameters, load
 from fivefold_plan.advice import budget, failures
 from fivefold_plan.advice.budget import Questions, answer, ask, lines
