@@ -115,6 +115,7 @@ class Prediction(RunForecast):
         recipe = self.job.recipe
         cluster = self._cluster()
         found = self.plan = predict(recipe, cluster, replace(software_of(cluster), documents=self._documents))
+        self.peak_bytes = found.peak_bytes
         counted = max(self.start, self.whole) + 1
         # What the counted step synchronises
         first = recipe.replica_groups.due(counted, recipe.train.steps or 0)
@@ -141,10 +142,6 @@ class Prediction(RunForecast):
         if table is None:
             table = self.assumed = assumed_table(cores(), memory_bytes())
         return of_table(table)
-
-    @property
-    def peak_bytes(self) -> int | None:
-        return None if self.plan is None else self.plan.peak_bytes
 
     def timeline(self, step: int) -> StepTimeline | None:
         """The planned timeline of a step; None without a prediction."""
