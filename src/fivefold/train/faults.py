@@ -22,7 +22,6 @@ from fivefold.files import read_json
 from fivefold.kernels.hashing import digest, keys
 from fivefold.observe.faults import GROWTH, described, found_in
 from fivefold.recipe import FaultsSection, Recipe
-from fivefold.sharding.parts import whole
 from fivefold.step.state import State
 from fivefold.step.step import last_update
 from fivefold.train.restart import newest
@@ -180,7 +179,7 @@ def corrupted(state: State, moments: bool = False) -> str:
     for (moment, name), part in state.moment_parts().items() if moments else ():
         if (key := f"{moment}.{name}") in states:
             held.append((own, key, states[key], part.keeps))
-    held += [(own, name, b, whole(b.shape)) for name, b in state.buffers().items() if moments]
+    held += [(own, name, buffer, ()) for name, buffer in state.buffers().items() if moments]
     for whose, name, tensor, keeps in held:
         if tensor.numel():
             place = ",".join("+".join(f"{a}:{b}" for a, b in dim) for dim in keeps)
