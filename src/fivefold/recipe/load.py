@@ -101,10 +101,8 @@ def change(recipe: Recipe, overrides: Sequence[str] = (), layout: str | None = N
 
 def shipped() -> dict[str, str]:
     """The shipped recipes: {name: first line of its comment}."""
-    return {
-        name: file.read_text(encoding="utf-8").split("\n", 1)[0].lstrip("# ")
-        for name, file in _files().items()
-    }
+    texts = {name: file.read_text(encoding="utf-8") for name, file in _files().items()}
+    return {name: text.split("\n", 1)[0].lstrip("# ") for name, text in texts.items()}
 
 
 def published() -> dict[str, int]:
