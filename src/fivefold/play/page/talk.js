@@ -84,7 +84,7 @@ export async function show(root, api) {
       ...[...found.steps].reverse().map((one) => el("option", { value: one, selected: step.value === String(one) }, one.toLocaleString("en"))));
     const texts = TEXTS[found.chat ? "chat" : "base"];
     note.replaceChildren(...(found.chat ? [`It answers messages. It sees the last ${found.context.toLocaleString("en")} tokens.`]
-      : ["This is a base model. It continues your text and does not answer. ", talk]));
+      : ["This is a base model. It continues your text. ", talk]));
     systemField.hidden = !found.chat;
     more.hidden = found.chat;
     sayField.firstChild.textContent = texts.say;
