@@ -25,9 +25,11 @@ LITDATA = {
     "config": {"data_format": ["no_header_tensor:16"]},
 }
 MDS = {"version": 2, "shards": [{"format": "mds", "raw_data": {"basename": "shard.00000.mds"}}]}
+MDS_JSON = {"version": 2, "shards": [{"format": "json", "raw_data": {"basename": "shard.00000.json"}}]}
 FOLDERS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "litdata": ("index.json", LITDATA, "chunk-0-0.bin", "of litdata, .*tokens:FILE"),
-    "mds": ("index.json", MDS, "shard.00000.mds", "MDS"),
+    "mds": ("index.json", MDS, "shard.00000.mds", "mosaicml-streaming"),
+    "mds of JSON": ("index.json", MDS_JSON, "shard.00000.json", r"mosaicml-streaming.*shard\.\*\.json"),
     "save_to_disk": (
         "state.json",
         {"_data_files": [{"filename": "data-0.arrow"}]},
@@ -81,8 +83,18 @@ def test_a_full_disk_names_the_folder_of_the_export(tmp_path: Path, monkeypatch:
     assert not (tmp_path / "hf").exists()
 
 
-def test_an_index_of_ones_own_is_a_text(tmp_path: Path):
-    (tmp_path / "index.json").write_text('[{"text": "a"}]')
+@pytest.mark.parametrize(
+    "index",
+    [
+        '[{"text": "a"}]',
+        '{"shards": 5}',
+        '{"shards": [1]}',
+        '{"chunks": [], "config": 5}',
+        '{"splits": null}',
+    ],
+)
+def test_an_index_of_ones_own_is_a_text(tmp_path: Path, index: str):
+    (tmp_path / "index.json").write_text(index)
     assert len(find(str(tmp_path)).files) == 1
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from commands import REPO
-from lessons import FOLDER, kernels, without_compiler, without_triton
+from lessons import FOLDER, SHOWN, kernels, without_compiler, without_triton
 from test_readme import blocks
 
 needs_triton = pytest.mark.skipif(bool(without_triton()), reason=without_triton())
@@ -109,6 +109,13 @@ def test_code_on_the_page_is_that_of_the_kernels() -> None:
     shown = [block.text for block in blocks(page) if block.kind == "text"]
     assert len(shown) == 2
     assert [text for text in shown if not any(text in source for source in sources)] == []
+
+
+def test_counts_on_the_page_are_those_of_the_pinned_compiler() -> None:
+    """So `make test-all`, which installs this version, compares them."""
+    page = (REPO / "docs" / "lectures" / "18_kernels.md").read_text(encoding="utf-8")
+    pins = (REPO / "constraints.txt").read_text(encoding="utf-8")
+    assert set(SHOWN.findall(page)) == set(re.findall(r"^triton==(\S+)$", pins, re.MULTILINE))
 
 
 @needs_triton

@@ -79,6 +79,16 @@ def unigram() -> tokenizers.Tokenizer:
     return inner
 
 
+def t5() -> tokenizers.Tokenizer:
+    """Line breaks are lost, and each word gets a blank."""
+    inner = unigram()
+    inner.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Strip(left=False)])
+    inner.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
+    )
+    return inner
+
+
 def kinds() -> dict[str, tokenizers.Tokenizer]:
     found = {name: made(FAMILIES[name]) for name in ("llama2", "mistral", "gemma", "llama3", "qwen2", "gpt2")}
     own = train_bpe([TEXTS["lines"], "a" * 300], 400)
@@ -94,13 +104,22 @@ def kinds() -> dict[str, tokenizers.Tokenizer]:
         "roberta": roberta,
         "metaspace-split": split,
         "unigram": unigram(),
+        "t5": t5(),
     }
 
 
 KINDS = kinds()
 
 
-@only("llama2-*", "ours-letters", "mistral-CJK", "gpt2-blanks", "gpt2-indented", "gemma-one letter")
+@only(
+    "llama2-*",
+    "ours-letters",
+    "mistral-CJK",
+    "gpt2-blanks",
+    "gpt2-indented",
+    "gemma-one letter",
+    "t5-letters",
+)
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_ids_are_those_of_the_whole(

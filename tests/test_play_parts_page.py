@@ -133,7 +133,7 @@ def test_talk(browser: Browser, play: Play) -> None:
     page.wait(READY)
     page.give("Run", "base")
     page.wait(f"{READY} && document.querySelector('button.main').textContent === 'Continue'")
-    assert "It is a base model" in page.text(".lead")
+    assert "This is a base model" in page.text(".lead")
     system = "document.querySelector('[placeholder=\"Answer in one sentence.\"]').checkVisibility()"
     assert not page.all(system)
     page.give("Text to continue", HOSTILE)

@@ -243,6 +243,17 @@ def of_others(tensors: str) -> AbstractContextManager[None]:
     return after_step(drift)
 
 
+def of_buffers(by: float) -> AbstractContextManager[None]:
+    """The routers' biases of the second rank, from step 1 on."""
+
+    def drift(state: State) -> None:
+        if state.mesh.axis("run").index == 1:
+            for buffer in state.buffers().values():
+                buffer.add_(by)
+
+    return after_step(drift)
+
+
 def shifted() -> AbstractContextManager[None]:
     """Pieces of directions come back one row too low."""
     made = lambda back: lambda self, wholes: {n: t.roll(1, 0) for n, t in back(self, wholes).items()}  # noqa: E731
@@ -295,6 +306,7 @@ MISTAKES: dict[str, tuple[str, list[str], str, Callable[[], AbstractContextManag
     "a copy": ("dp=2", [], "copies", lambda: of_others("masters")),
     "a copy of moments": ("dp=2", [], "copies", lambda: of_others("moments")),
     "a copy, tp": ("tp=2", [], "copies", lambda: of_others("masters")),
+    "a copy of buffers": ("dp=2,ep=2", ["model.balance=bias"], "copies", lambda: of_buffers(1e-6)),
     "moments": ("dp=2,zero=1", [], "moments", lambda: put(verify, "moment_pieces", moments_written)),
     "muon's pieces": ("tp=2", ["optim.name=muon"], "weights", shifted),
     "soap's pieces": ("tp=2", ["optim.name=soap"], "weights", shifted),
@@ -321,7 +333,7 @@ def mistaken(name: str, rank: int, world: int, recipe: Recipe, steps: int, folde
         side(rank, world, recipe, steps, folder)
 
 
-@only("a copy of moments", "moments", "one microbatch")
+@only("a copy of moments", "a copy of buffers", "moments", "one microbatch")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_each_mistake_is_found(tmp_path, name):
     layout, sets, figure, _ = MISTAKES[name]

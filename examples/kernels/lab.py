@@ -28,7 +28,7 @@ DEVICE = "cuda" if GPU and not INTERPRETED else "cpu"
 
 
 def refuse_bf16(*factors: Tensor) -> None:
-    """The interpreter (Triton 3.9) multiplies matrices in bf16 wrongly, and says nothing.
+    """The interpreter (Triton 3.7 to 3.9) multiplies matrices in bf16 wrongly, and says nothing.
 
     Raises:
         ValueError: a factor is in bf16, and kernels are interpreted.

@@ -31,14 +31,16 @@ def _known(folder: Path, name: str) -> str:
             "was written by save_to_disk of `datasets`, and only that library reads its .arrow files. Write them as "
             f"parquet{one}: datasets.load_from_disk({str(folder)!r}).to_parquet('FILE.parquet'), and use FILE.parquet"
         )
-    if isinstance(found.get("chunks"), list) and "data_format" in (found.get("config") or ()):
+    config, shards = found.get("config"), found.get("shards")
+    if isinstance(found.get("chunks"), list) and isinstance(config, dict) and "data_format" in config:
         return (
             "is a data set of litdata, whose chunks have headers of their own. Read it with litdata, write its ids as "
             "one numpy array (numpy.save('FILE.npy', ids)), and use tokens:FILE.npy"
         )
-    if any(isinstance(shard, dict) and shard.get("format") == "mds" for shard in found.get("shards") or ()):
+    if isinstance(shards, list) and any(isinstance(one, dict) and "raw_data" in one for one in shards):
         return (
-            "is a data set of mosaicml-streaming (MDS). Read it with that library, write its texts as lines of JSON "
-            "(FILE.jsonl), and use that; or ids as one numpy array, as tokens:FILE.npy"
+            "is a data set of mosaicml-streaming. Read it with that library, write its texts as lines of JSON "
+            "(FILE.jsonl), and use that; or ids as one numpy array, as tokens:FILE.npy. Uncompressed shards of "
+            f"JSONWriter are such lines already: use {folder}/shard.*.json"
         )
     return ""

@@ -7,7 +7,7 @@ token of a text that is a single word. Ids that depend on what is further away a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -34,61 +34,68 @@ def cut_text(text: str, size: int = PIECE) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Pieces:
-    """line: the ids of a line break, if the tokenizer puts a blank before a text; else []."""
+    """prefixes: the tokenizer puts a blank before a text, or before each word."""
 
     inner: tokenizers.Tokenizer
-    line: Sequence[int]
+    prefixes: bool
 
     def encode(self, text: str, continues: bool) -> np.ndarray:
         """Ids (int64). continues: the text is no beginning."""
         found, start = [np.empty(0, np.int64)], 0
         while start < len(text):
-            ids, start = self._next(text, start, continues or start > 0)
+            ids, start = self._next(text, start, self._before(text, start) if continues or start else "")
             found.append(ids)
         return np.concatenate(found)
 
-    def _next(self, text: str, start: int, continues: bool) -> tuple[np.ndarray, int]:
+    def _next(self, text: str, start: int, before: str) -> tuple[np.ndarray, int]:
         """The ids of a text's next piece, and where it ends."""
         stop = start + PIECE
         if stop >= len(text):
-            return self._ids(text[start:], continues), len(text)
+            return self._ids(text[start:], before), len(text)
         for at in islice(_line_ends(text, start + SEAM, stop), MOST_LINES):
             if self._is_seam(text, at):
-                return self._ids(text[start:at], continues), at
-        ids, places, words = self._placed(text[start:stop], continues)
+                return self._ids(text[start:at], before), at
+        ids, places, words = self._placed(text[start:stop], before)
         left, begins = stop - start - places, np.diff(places, prepend=-1) > 0
         begins &= (left >= SEAM) & (left <= 4 * SEAM) & (places > 0)
         of_words = begins & (np.diff(words, prepend=-1) != 0)
         near = np.flatnonzero(of_words if of_words.any() else begins)[::-1][:MOST_TOKENS]
-        tails = (k for k in near if np.array_equal(ids[k:], self._ids(text[start + places[k] : stop], True)))
+        tails = (k for k in near if self._is_tail(ids[k:], text, start + int(places[k]), stop))
         k = next(tails, near[0] if len(near) else len(ids))
         return ids[:k], start + int(places[k]) if k < len(ids) else stop
 
+    def _is_tail(self, ids: np.ndarray, text: str, at: int, stop: int) -> bool:
+        return np.array_equal(ids, self._ids(text[at:stop], self._before(text, at)))
+
     def _is_seam(self, text: str, at: int) -> bool:
         """True if a text has the same ids in two pieces, by what is around the cut."""
-        low, high = at - SEAM, at + SEAM
-        ids, places, _ = self._placed(text[low:high], True)
-        before = int((places < SEAM).sum())
-        left, right = self._ids(text[low:at], True), self._ids(text[at:high], True)
-        return np.array_equal(ids[:before], left) and np.array_equal(ids[before:], right)
+        low, before = at - SEAM, self._before(text, at - SEAM)
+        ids, places, _ = self._placed(text[low : at + SEAM], before)
+        parted = int((places < SEAM).sum())
+        left = np.array_equal(ids[:parted], self._ids(text[low:at], before))
+        return left and self._is_tail(ids[parted:], text, at, at + SEAM)
 
-    def _ids(self, text: str, continues: bool) -> np.ndarray:
-        found, skipped = self._encoded(text, continues, self.inner.encode_batch_fast)
+    def _before(self, text: str, at: int) -> str:
+        """What keeps a blank away from a piece: a line break, or if that has no ids, the text before the piece."""
+        line = self.inner.encode("\n", add_special_tokens=False).ids
+        return "" if not self.prefixes else "\n" if line else text[max(0, at - SEAM) : at]
+
+    def _ids(self, text: str, before: str) -> np.ndarray:
+        found, skipped, _ = self._encoded(text, before, self.inner.encode_batch_fast)
         return np.array(found.ids[skipped:], np.int64)
 
-    def _placed(self, text: str, continues: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _placed(self, text: str, before: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The ids, the character where each token begins, and the number of its word."""
-        found, skipped = self._encoded(text, continues, self.inner.encode_batch)
-        places = np.array(found.offsets, np.int64).reshape(-1, 2)[skipped:, 0] - bool(skipped)
+        found, skipped, start = self._encoded(text, before, self.inner.encode_batch)
+        places = np.array(found.offsets, np.int64).reshape(-1, 2)[skipped:, 0] - start
         return np.array(found.ids[skipped:], np.int64), places, np.array(found.word_ids[skipped:], np.int64)
 
-    def _encoded(self, text: str, continues: bool, encode: Any) -> tuple[Any, int]:
-        """The library's encoding, and how many ids are not the text's but those of a line break in front, behind which
-        a text gets no blank that begins one."""
-        line = self.line if continues else []
-        (found,) = encode(["\n" * bool(line) + text], add_special_tokens=False)
-        same = found.ids[: len(line)] == line
-        return (found, len(line)) if same else self._encoded(text, False, encode)
+    def _encoded(self, text: str, before: str, encode: Any) -> tuple[Any, int, int]:
+        """The library's encoding, and how many ids and characters are not the text's but those of `before`."""
+        ids = self.inner.encode(before, add_special_tokens=False).ids
+        (found,) = encode([before + text], add_special_tokens=False)
+        same = found.ids[: len(ids)] == ids
+        return (found, len(ids), len(before)) if same else self._encoded(text, "", encode)
 
 
 def _line_ends(text: str, start: int, stop: int) -> Iterator[int]:

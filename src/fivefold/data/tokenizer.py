@@ -149,11 +149,7 @@ class Tokenizer:
                     f"character {text[at]!r} at position {at} is not in the tokenizer's vocabulary"
                 )
             return char_ids
-        return Pieces(self._inner, self._line if self.prefixes else []).encode(text, continues)
-
-    @cached_property
-    def _line(self) -> list[int]:
-        return self._inner.encode("\n", add_special_tokens=False).ids
+        return Pieces(self._inner, self.prefixes).encode(text, continues)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids, without special tokens and without ids beyond the vocabulary (a model may pad)."""
@@ -178,10 +174,8 @@ class Tokenizer:
 
     def to_begun_json(self) -> str:
         """The same with a template that puts the end token before a text, as training does: for other programs."""
-        spec, end = json.loads(self.to_json()), self._names["eos_token"]
-        return json.dumps(
-            spec | {"post_processor": begin_template(end, self.end_id)}, indent=2, ensure_ascii=False
-        )
+        spec, template = json.loads(self.to_json()), begin_template(self._names["eos_token"], self.end_id)
+        return json.dumps(spec | {"post_processor": template}, indent=2, ensure_ascii=False)
 
     def save(self, path: Path) -> None:
         """Writes tokenizer.json, and tokenizer_config.json, which names the special tokens."""

@@ -122,11 +122,8 @@ class Explained(NamedTuple):
 
 def explain(recipe: Sections) -> list[Explained]:
     """All fields: first the essential ones, then the others in the order of the schema."""
-    values = {
-        f"{section}.{name}": v
-        for section, fields in recipe.model_dump().items()
-        for name, v in fields.items()
-    }
+    sections = recipe.model_dump().items()
+    values = {f"{section}.{name}": v for section, fields in sections for name, v in fields.items()}
     rows = []
     for key, field in ({key: KEYS[key] for key in ESSENTIAL} | KEYS).items():
         type_ = allowed(field) + (", or unset" if optional(field) else "")

@@ -164,7 +164,7 @@ def weights_fault(state: State, faults: FaultsSection) -> Fault | None:
 def corrupted(state: State, moments: bool = False) -> str:
     """Compares the weights that several ranks keep, by hashes of their bits. Returns what differs, in words, the same
     on all ranks: the first tensor, and which ranks have other bits; "" if nothing does. All ranks call it. moments: the
-    optimizer's states, too.
+    optimizer's states and the buffers, too.
 
     Ranks that keep the same part of a parameter compute the same update of it, bit for bit. So a difference is a fault:
     of memory, of a processor, of a message. It stays in the tensor in which it happened, as gradients are the same for
@@ -174,14 +174,15 @@ def corrupted(state: State, moments: bool = False) -> str:
     common = state.outer.weights if state.outer is not None else {}
     # This rank's part of each parameter. Its key is the same on ranks that must have the same bits
     own, states = f"replica_group{state.mesh.replica_group}", state.moments() if moments else {}
-    held = [(own, name, weight, parts[name]) for name, weight in state.masters().items()]
-    held += [("common", name, weight, parts[name]) for name, weight in common.items()]
+    held = [(own, name, weight, parts[name].keeps) for name, weight in state.masters().items()]
+    held += [("common", name, weight, parts[name].keeps) for name, weight in common.items()]
     for (moment, name), part in state.moment_parts().items() if moments else ():
         if (key := f"{moment}.{name}") in states:
-            held.append((own, key, states[key], part))
-    for whose, name, tensor, part in held:
+            held.append((own, key, states[key], part.keeps))
+    held += [(own, name, buffer, ()) for name, buffer in state.buffers().items() if moments]
+    for whose, name, tensor, keeps in held:
         if tensor.numel():
-            place = ",".join("+".join(f"{a}:{b}" for a, b in dim) for dim in part.keeps)
+            place = ",".join("+".join(f"{a}:{b}" for a, b in dim) for dim in keeps)
             tensors[f"{whose} {name}[{place}]"] = tensor
     size = int(run.all_reduce(torch.tensor(len(tensors), device=run.device), "max"))
     hashes = torch.zeros(1, size, 2, dtype=torch.int64, device=run.device)

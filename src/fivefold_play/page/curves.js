@@ -3,6 +3,7 @@ import { color, el, short } from "./kit.js";
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const FONT = "12px system-ui, sans-serif";
+const WHOLE = Array.from({ length: 30 }, (_, i) => [1, 2, 5][i % 3] * 10 ** Math.floor(i / 3)); // between ticks of steps
 
 /** Draws into `place`. series: [{label, color: a variable's name, width, dash, dots}]; options: {across, log, height,
  * spread: places are logarithmic, show: value => text}. Returns {set(data), log(on), last(share), end()}; data: [places,
@@ -46,7 +47,7 @@ export function curves(place, series, options = {}) {
       width: place.clientWidth || 600, height: height(),
       scales: { x: { time: false, ...(options.spread && { distr: 3, range: (u, low, high) => [low, high] }) }, y: { distr: logarithmic ? 3 : 1, range } },
       axes: [axis({ values: (u, found) => found.map((v) => short(v)), size: 34, label: options.across, labelSize: 18, labelFont: FONT,
-        ...(options.spread && own) }), axis({ size: 64, ...(logarithmic && own) })],
+        ...(/^step$/i.test(options.across) && { incrs: WHOLE }), ...(options.spread && own) }), axis({ size: 64, ...(logarithmic && own) })],
       series: [{ label: options.across || "Step", value: (u, v) => (v == null ? "–" : short(v)) }, ...series.map(line)],
       cursor: { drag: { x: true, y: false }, sync: options.sync && { key: options.sync } },
       legend: { live: true },

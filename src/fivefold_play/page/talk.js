@@ -17,7 +17,7 @@ export async function show(root, api) {
   const number = (value, more) => el("input", { type: "number", value, required: true, ...more });
   const temperature = number(0.8, { name: "temperature", min: 0, max: 5, step: 0.1 }), most = number(200, { name: "max_tokens", min: 1, max: 10000 }), seed = number(0, { name: "seed", min: 0 });
   const system = el("input", { placeholder: "Answer in one sentence." }), systemField = field("System message", system);
-  const talk = button("Train talk", () => api.go("train", "new", JSON.stringify({ recipe: "talk", sets: "", layout: "" })));
+  const talk = button("Train one that answers", () => api.go("train", "new", JSON.stringify({ recipe: "talk", sets: "", layout: "" })));
   const note = el("p", { class: "lead" }), said = el("div", { class: "said", tabindex: 0, role: "log", "aria-label": "Text" });
   const words = el("textarea", { rows: 2, onkeydown: (event) => {
     if (event.key === "Enter" && !event.shiftKey && about?.chat) { event.preventDefault(); send.click(); }
@@ -83,8 +83,8 @@ export async function show(root, api) {
     step.replaceChildren(el("option", { value: "" }, `latest, ${found.steps.at(-1)?.toLocaleString("en")}`),
       ...[...found.steps].reverse().map((one) => el("option", { value: one, selected: step.value === String(one) }, one.toLocaleString("en"))));
     const texts = TEXTS[found.chat ? "chat" : "base"];
-    note.replaceChildren(...(found.chat ? [`It answers, and sees ${found.context.toLocaleString("en")} tokens.`]
-      : ["It is a base model: it continues what you write, and does not answer. For answers: ", talk]));
+    note.replaceChildren(...(found.chat ? [`It answers messages. It sees the last ${found.context.toLocaleString("en")} tokens.`]
+      : ["This is a base model. It continues your text. ", talk]));
     systemField.hidden = !found.chat;
     more.hidden = found.chat;
     sayField.firstChild.textContent = texts.say;
