@@ -3,7 +3,7 @@
     python tests/mutations/run.py [--only WORD] [--jobs 2] [--out FILE]
     python tests/mutations/run.py --check
 
-mutations.toml lists them: `file` below src/fivefold, what stands there (`old`, exactly once), what it becomes (`new`),
+mutations.toml lists them: `file` below src, what stands there (`old`, exactly once), what it becomes (`new`),
 and at most three test files, or tests in them. A mutation is caught if a test fails or takes longer than LIMIT_S. What
 survives is printed, and the exit status is 1 if more survive than ALLOWED. Where a mutation changes nothing that a test
 could see, `equivalent` says why, and it is not run. --check runs nothing: it says which entries no longer fit the
@@ -26,6 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from sources import FILES, name_of, room_of
+
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 240
 ALLOWED = 3
@@ -45,7 +49,7 @@ class Mutation:
         Raises:
             ValueError: `old` does not stand there exactly once.
         """
-        text = (root / "src/fivefold" / self.file).read_text(encoding="utf-8")
+        text = (root / "src" / self.file).read_text(encoding="utf-8")
         if (times := text.count(self.old)) != 1:
             raise ValueError(f"{self.file} has {times} times: {self.old}")
         return text.replace(self.old, self.new)
@@ -61,7 +65,7 @@ def faults() -> list[str]:
     found, table = [], mutations()
     for one in table:
         try:
-            if one.wrong(ROOT) == (ROOT / "src/fivefold" / one.file).read_text(encoding="utf-8"):
+            if one.wrong(ROOT) == (ROOT / "src" / one.file).read_text(encoding="utf-8"):
                 found.append(f"{one.file}: `new` is `old`: {one.old}")
         except (OSError, ValueError) as error:
             found.append(str(error))
@@ -74,8 +78,8 @@ def faults() -> list[str]:
                 encoding="utf-8"
             ):
                 found.append(f"{one.file}: there is no test {test}")
-    rooms = {path.parent.name for path in (ROOT / "src/fivefold").glob("*/*.py")}
-    bare = rooms - {Path(one.file).parts[0] for one in table}
+    bare = {room_of(name_of(file)) for file in FILES if len(Path(name_of(file)).parts) > 2}
+    bare -= {room_of(one.file) for one in table}
     return found + [f"no mutation in {room}" for room in sorted(bare)]
 
 
@@ -110,7 +114,7 @@ def require_import(root: Path) -> None:
 
 def survives(mutation: Mutation, root: Path) -> bool:
     """Runs the tests in the copy at `root`, whose file is put back."""
-    file = root / "src/fivefold" / mutation.file
+    file = root / "src" / mutation.file
     right = file.read_text(encoding="utf-8")
     file.write_text(mutation.wrong(root), encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
