@@ -435,7 +435,8 @@ def test_a_run_from_the_page_is_the_commands_run(tmp_path: Path) -> None:
         "train.steps=24 model.layers=1 model.dim=32 model.heads=2 model.seq_len=32 train.global_batch_size=2"
     )
     rest = (
-        "data.tokenizer=bytes train.val_every=0 train.sample_every=0 checkpoint.every=8 observe.tracker=none"
+        "data.tokenizer=bytes train.val_every=0 train.val_sequences=4 train.sample_every=0 train.sample_tokens=4 "
+        "checkpoint.every=8 observe.tracker=none"
     )
     sets = [*sizes.split(), *rest.split(), f"data.source={tmp_path}/runs/text.txt"]
     (tmp_path / "runs").mkdir()

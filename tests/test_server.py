@@ -307,7 +307,7 @@ def plain(recipe: Recipe, *sets: str) -> Recipe:
     ("servers", "sets"),
     [
         (2, []),
-        (
+        pytest.param(
             2,
             [
                 "optim.name=momentum",
@@ -316,6 +316,7 @@ def plain(recipe: Recipe, *sets: str) -> Recipe:
                 "sync.order=priority:4KiB",
                 "train.microbatch_size=6",
             ],
+            marks=pytest.mark.slow,
         ),
         pytest.param(1, ["sync.order=fifo"], marks=pytest.mark.slow),
         # one microbatch a worker: other sums would round some weights of 16 bits the other way

@@ -181,7 +181,7 @@ def test_trace_is_the_real_step_on_eight_ranks(layout: str) -> None:
     compare(recipe_of(layout, "bf16"))
 
 
-@only("untied", "bert")
+@only("bert")
 @pytest.mark.parametrize(
     ("layout", "overrides"),
     [

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from launched import Launched, command
 from layouts import MOE, TINY, compared, side, tiny
-from marks import only
+from marks import only, slow
 from torch import Tensor
 
 import fivefold
@@ -52,7 +52,7 @@ def test_one_rank_passes(tmp_path, arch, mode):
     assert report.passed, report
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+@pytest.mark.parametrize("mode", ["fp32", *slow("bf16")])
 def test_a_mistake_on_one_rank_shows(tmp_path, monkeypatch, mode):
     """The reference does not go through the trainer's sum of gradients: where that forgets a microbatch, it shows."""
     monkeypatch.setattr(data, "add_gradient", lambda total, grad, first: add_gradient(total, grad, True))
@@ -61,7 +61,7 @@ def test_a_mistake_on_one_rank_shows(tmp_path, monkeypatch, mode):
     assert report.gradients.max_rel > 0.1
 
 
-@pytest.mark.parametrize("arch", ["llama", pytest.param("gpt2", marks=pytest.mark.slow), "bert"])
+@pytest.mark.parametrize("arch", ["llama", *slow("gpt2", "bert")])
 def test_replicas_pass(tmp_path, arch):
     report = compared(tiny(tmp_path, "dp=2", f"model.arch={arch}"))
     assert report.passed, report
@@ -138,6 +138,7 @@ def scales_by_replicas(rank: int, world: int, recipe: Recipe, steps: int, folder
         module.forward_backward = run
 
 
+@pytest.mark.slow
 def test_a_reduction_that_the_first_rank_forgets_fails(tmp_path):
     report = compared(tiny(tmp_path, "dp=2"), part=forgets_the_sum_first)
     assert not report.gradients.passed
