@@ -91,12 +91,11 @@ SLOW = {text for text in PIPELINES if "=zbv" not in text} | {
 """Layouts whose operators others have, too."""
 SPARED = {(arch, "dp=2,zero=3") for arch in ("moe", *MORE_ARCHS) if arch not in ("gpt_oss", "qwen3_next")}
 """Others show how these gather weights: experts of two ranks, of fp8, and the models of `ARCHS`."""
-PARTS_OF_OTHERS = {"mistral", "qwen2", "smollm3", "olmo3", "phi3", "glm4"}
+SPARED |= {(arch, "tp=2,sp=true") for arch in ("mistral", "qwen2", "smollm3", "olmo3", "phi3", "glm4")}
 """Their windows, biases, scaled positions and norms are in gemma3, gpt_oss, qwen3_next and olmo2, too."""
 SOME = [
     (arch, layout)
-    if (layout in FEW and (arch, layout) not in SPARED and arch not in PARTS_OF_OTHERS)
-    or (arch == "llama" and layout not in SLOW)
+    if (layout in FEW and (arch, layout) not in SPARED) or (arch == "llama" and layout not in SLOW)
     else pytest.param(arch, layout, marks=pytest.mark.slow)
     for arch, layout in CASES
 ]
