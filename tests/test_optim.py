@@ -422,10 +422,17 @@ LR = dict.fromkeys(("sgd", "momentum", "nesterov", "adagrad"), 0.05) | {"rmsprop
 """Learning rates that train the model: RMSprop's first steps are ten times as long."""
 
 
+@pytest.fixture(scope="module")
+def room(tmp_path_factory):
+    """Where text, cache and the references stay."""
+    return tmp_path_factory.mktemp("optim")
+
+
 @pytest.mark.parametrize(("name", "layout"), slow_but(QUICK, CASES))
-def test_equals_one_process(tmp_path, name, layout):
+def test_equals_one_process(room, name, layout):
     """Losses, every gradient, its norm, and weights after three steps."""
-    report = compared(tiny(tmp_path, layout, f"optim.name={name}", f"optim.lr={LR.get(name, 1e-3)}"))
+    recipe = tiny(room, layout, f"optim.name={name}", f"optim.lr={LR.get(name, 1e-3)}")
+    report = compared(recipe, folder=room / f"{'moe' if 'ep=' in layout else 'llama'}-{name}")
     assert report.passed, report.figures
 
 

@@ -289,6 +289,12 @@ QUICK = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def room(tmp_path_factory):
+    """Where text, cache and the references stay."""
+    return tmp_path_factory.mktemp("precision")
+
+
 @only("fp16-tp=2,sp=true", "bf16_pure-dp=2,zero=2")
 @pytest.mark.parametrize(
     ("mode", "layout"),
@@ -305,11 +311,12 @@ QUICK = {
         if not (mode == "nanotron" and "ep=" in layout)
     ],
 )  # fmt: skip
-def test_layouts_compute_what_one_process_computes(tmp_path, mode, layout):
+def test_layouts_compute_what_one_process_computes(room, mode, layout):
     """Loss, norm, every gradient and the weights after three steps, within the mode's own error. That of one number,
     the norm, is close to zero by chance in `nanotron` and `fp16` with the seed 0."""
     seed = int(mode in ("nanotron", "fp16"))
-    report = compared(tiny(tmp_path, layout, f"precision.mode={mode}", f"train.seed={seed}", mode=mode))
+    recipe = tiny(room, layout, f"precision.mode={mode}", f"train.seed={seed}", mode=mode)
+    report = compared(recipe, folder=room / f"{'moe' if 'ep=' in layout else 'llama'}-{mode}")
     assert report.passed, report
 
 
