@@ -24,7 +24,8 @@ from fivefold.train.verify import Report, alone, compare_with_one_process, compu
 TINY = [
     "model.layers=4", "model.dim=32", "model.heads=4", "model.kv_heads=4", "model.ffn_dim=64", "model.seq_len=16",
     "model.init_std=0.2", "model.tie_embeddings=true", "data.tokenizer=bytes", "train.global_batch_size=8",
-    "train.microbatch_size=1", "train.sample_every=0", "train.sample_tokens=4", "optim.lr=1e-3", "optim.warmup_steps=0",
+    "train.microbatch_size=1", "train.sample_every=0", "train.sample_tokens=4", "train.val_sequences=7",
+    "optim.lr=1e-3", "optim.warmup_steps=0",
 ]  # fmt: skip
 MOE = ["model.arch=moe", "model.experts=8", "model.experts_per_token=2"]
 

@@ -84,13 +84,13 @@ class Evenly(TorchDispatchMode):
 
 
 def counted(rank: int, world: int, recipe: Recipe, evenly: bool = True) -> Step:
-    """The second step of a recipe, on its data."""
+    """The second step of a recipe, on its data. The first one makes what it finds there: of one microbatch a rank."""
     data = prepare(recipe)
     recipe = resolve(recipe, vocab_size=data.vocab_size)
     state, found = _state(rank, world, recipe), Step()
     batches = batches_of(recipe, data)
     step = _steps(state, recipe, batches, evenly)
-    step(None)
+    step(None, (recipe.train.microbatch_size or 1) * state.mesh.axis("dp").size)
     with Collectives(state.mesh) as sent:
         step(None)
     assert not sent.other, f"sent past an axis: {sent.other}"
@@ -144,8 +144,8 @@ def _state(rank: int, world: int, recipe: Recipe) -> State:
 def _steps(state: State, recipe: Recipe, batches, evenly: bool):
     train, mesh = recipe.train, state.mesh
 
-    def step(mode) -> None:
-        share = share_of(batches, state.step, train.global_batch_size, train.microbatch_size or 1, mesh)
+    def step(mode, rows: int = train.global_batch_size) -> None:
+        share = share_of(batches, state.step, rows, train.microbatch_size or 1, mesh)
         modes = [Evenly(mesh.index("ep"))] if evenly and recipe.model.experts else []
         with _all([*modes, *([mode] if mode else [])]):
             take_step(state, recipe, share)

@@ -55,7 +55,7 @@ def two_nodes(rank: int, world: int, recipe, steps: int, folder: Path) -> None:
     compute(recipe, data, steps, folder, Ranks(rank, world, rank % half, half, CPU))
 
 
-@only("dp=3,all_reduce=*", "dp_replicate=*", "cp=2,*")
+@only("dp=3,all_reduce=*", "dp_replicate=*")
 @pytest.mark.parametrize(
     "layout",
     [

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from layouts import compared, side, tiny
+from marks import slow
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -384,7 +385,7 @@ def through_host_memory(rank: int, world: int, recipe: Recipe, steps: int, folde
     assert send.called
 
 
-@pytest.mark.parametrize("layout", ["pp=2", "cp=2"])
+@pytest.mark.parametrize("layout", ["pp=2", *slow("cp=2")])
 def test_messages_go_through_host_memory(tmp_path: Path, layout: str) -> None:
     assert compared(tiny(tmp_path, layout), part=through_host_memory).passed
 

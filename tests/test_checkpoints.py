@@ -148,7 +148,7 @@ SAVES_BY_TIME = {
 }  # fmt: skip
 
 
-@only("dp=2-true", "pp=2-true")
+@only("dp=2-true")
 @pytest.mark.parametrize("asynchronous", ["true", pytest.param("false", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout", SAVES_BY_TIME)
 def test_saves_are_due_by_time_on_all_ranks_at_once(recipe, tmp_path, layout, asynchronous):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from marks import slow
 from ranks import Pool, run_ranks
 from sources import FILES, name_of, room_of
 from torch import Tensor
@@ -179,7 +180,7 @@ def absent(rank: int, world: int, how: str) -> str | None:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("how", ["at once", "later", "receive"])
+@pytest.mark.parametrize("how", [*slow("at once"), "later", "receive"])
 def test_a_rank_that_does_not_come(how: str) -> None:
     """The other's error names rank, axis, operation and line."""
     pool = Pool(2)

@@ -38,8 +38,6 @@ COMPILED = {
     "deep": ("dp=1", "llama", [*WIDE, "model.layers=4"]),
     "shallow": ("dp=1", "llama", [*WIDE, "model.layers=2"]),
     "cut": ("tp=2", "llama", []),
-    "again": ("tp=2,recompute=full", "llama", []),
-    "experts": ("dp=1", "moe", [*WIDE, "model.shared_experts=0", "model.balance=aux"]),
     "experts of two ranks": ("dp=2,ep=2", "moe", []),
 }
 EAGER = {
@@ -133,23 +131,33 @@ def test_one_graph_keeps_what_the_plan_says(quick) -> None:
 
 
 def test_messages_end_no_graph(quick) -> None:
-    """Nor does recomputation around them."""
-    first, second = (block(quick[0][name]) for name in ("cut", "again"))
-    for one in (first, second):
-        assert one.compiled
-        assert one.whole, one.breaks
-    layout, arch, sets = COMPILED["again"]
-    assert sum(second.kept) == planned(recipe_of(layout, arch, *sets))
+    one = block(quick[0]["cut"])
+    assert one.compiled
+    assert one.whole, one.breaks
+
+
+@pytest.mark.slow
+def test_recomputation_around_messages_ends_no_graph() -> None:
+    recipes = [recipe_of(layout, "llama") for layout in ("tp=2", "tp=2,recompute=full")]
+    first, second = map(block, traced(*recipes))
+    assert second.compiled
+    assert second.whole, second.breaks
+    assert sum(second.kept) == planned(recipes[1])
     assert second.kernels[1] > first.kernels[1]
 
 
-def test_experts_are_in_the_graph(quick) -> None:
-    """But for those of other ranks, whose rows travel: there the graph ends where numbers and where rows leave."""
-    here, there = (block(quick[0][name]) for name in ("experts", "experts of two ranks"))
-    layout, arch, sets = COMPILED["experts"]
-    assert (here.graphs, here.breaks) == (1, [])
-    assert max(here.kernels) < 40
-    assert sum(here.kept) == pytest.approx(planned(recipe_of(layout, arch, *sets)), rel=0.005)
+@pytest.mark.slow
+def test_experts_are_in_the_graph() -> None:
+    recipe = recipe_of("dp=1", "moe", *WIDE, "model.shared_experts=0", "model.balance=aux")
+    [one] = map(block, traced(recipe))
+    assert (one.graphs, one.breaks) == (1, [])
+    assert max(one.kernels) < 40
+    assert sum(one.kept) == pytest.approx(planned(recipe), rel=0.005)
+
+
+def test_experts_of_other_ranks_end_the_graph(quick) -> None:
+    """Their rows travel: the graph ends where numbers and where rows leave."""
+    there = block(quick[0]["experts of two ranks"])
     assert there.graphs == 6, "one of what experts compute between messages"
     assert [one["at"].split(":")[0] for one in there.breaks] == ["models/mixture.py"] * 3
 

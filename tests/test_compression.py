@@ -13,7 +13,7 @@ import stored
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from marks import only, slow_but
+from marks import only, slow, slow_but
 from pool_runs import assert_same_tensors, lines, ranks_of, train_rank
 from ranks import run_ranks
 from steps import Numbers, planned, recipe_of
@@ -515,7 +515,7 @@ def train(recipe: Recipe, layout: str, out: Path, steps: int, resume: bool = Fal
     assert run_ranks(ranks, train_rank, recipe, out, resume, timeout_s=60) == [None] * ranks
 
 
-@pytest.mark.parametrize("text", ["int8", "randk:0.1,compress_after=1", "powersgd:2,compress_after=3"])
+@pytest.mark.parametrize("text", ["int8", *slow("randk:0.1,compress_after=1"), "powersgd:2,compress_after=3"])
 def test_resumes_with_the_same_bits(base: Recipe, tmp_path: Path, text: str) -> None:
     """Residuals and Q are in the checkpoint, and the first whole sums are those of the run. Per-parameter errors are in
     the metrics and the page."""

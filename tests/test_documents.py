@@ -283,7 +283,7 @@ SLOW = {
     ("bert", "cp=2,cp_method=all_gather", "concat"), ("gpt2", "pp=2,cp=2,cp_method=all_gather", "concat"),
     ("gpt2", "cp=2,cp_method=all_gather,tp=2,sp=true", "concat"), ("deepseek", "cp=2,cp_method=all_gather", "concat"),
     ("llama", "dp_shard=2,cp=2,cp_method=all_gather,zero=3", "concat"), ("qwen3_next", "cp=2", "concat"),
-    ("qwen3_next", "tp=2,sp=true", "concat"),
+    ("qwen3_next", "tp=2,sp=true", "concat"), ("gpt2", "cp=2,tp=2,sp=true", "concat"),
 }  # fmt: skip
 """Their parts are in the others, too: `make test-all`."""
 

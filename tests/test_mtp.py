@@ -396,6 +396,7 @@ def test_memory_is_close_to_a_traced_step(mode, layout) -> None:
         assert found.params == traced.at_peak["params"]
 
 
+@pytest.mark.slow
 def test_what_modules_keep_is_counted() -> None:
     planned_bytes, traced_bytes = [], []
     for depth in (0, 2):
@@ -411,7 +412,8 @@ def test_flops_are_those_of_the_formula() -> None:
     from test_trace import recipe_of
 
     fields = (f"model.{name}={value}" for name, value in ODD.items())
-    recipe = recipe_of("dp=1", "fp32", "model.arch=deepseek", *fields, "model.kv_heads=4")
+    few = "train.global_batch_size=4"
+    recipe = recipe_of("dp=1", "fp32", "model.arch=deepseek", *fields, "model.kv_heads=4", few)
     model, found = recipe.model, exact(recipe)
     more = 12 * model.head_width - 3 * (model.head_width + (model.value_dim or 0))
     tokens = recipe.train.global_batch_size * model.seq_len

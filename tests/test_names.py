@@ -77,6 +77,7 @@ def test_dotted_names_are_there() -> None:
     assert not wrong, wrong
 
 
+@pytest.mark.slow
 def test_what_is_not_there_is_found() -> None:
     assert missing("`overlap.KINDS`, `sharding.seconds.SECONDS`, `writing.begin`, `launch/ranks.nobody()`") == [
         "`overlap.KINDS`", "`sharding.seconds.SECONDS`", "`writing.begin`", "`launch/ranks.nobody()`",

@@ -322,7 +322,7 @@ def test_the_planner_counts_no_gradients_and_states_of_frozen_parameters(layout)
     assert mine.params == all_.params == step.at_peak["params"]
 
 
-@only("dp=2,zero=3")
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp=1", "dp=2,zero=3"])
 def test_frozen_layouts_pass_the_comparison_with_plain_autograd(tmp_path, layout):
     report = compared(tiny(tmp_path, layout, "model.freeze=embed*, blocks.0.*", mode="bf16"))

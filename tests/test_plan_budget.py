@@ -164,6 +164,7 @@ def test_devices_are_searched_for_a_deadline() -> None:
 
 def test_deadlines_count_in_whole_nodes_of_any_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in powers of two: one node less is too slow. Where some numbers are tried first, those between are, too."""
+    monkeypatch.setattr(searching, "REACH", 8)
     sets = [
         "model.layers=2",
         "model.dim=256",
@@ -188,7 +189,10 @@ def test_deadlines_count_in_whole_nodes_of_any_number(monkeypatch: pytest.Monkey
     assert stride > 1, "none of those tried meets it"
 
 
-def test_a_node_for_which_no_layout_divides_the_batch_meets_no_deadline() -> None:
+def test_a_node_for_which_no_layout_divides_the_batch_meets_no_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(searching, "REACH", 8)
     sets = ["layers=3", "dim=384", "heads=3", "ffn_dim=1024", "seq_len=255"]
     recipe = change(LLAMA, ["train.global_batch_size=2", *(f"model.{field}" for field in sets)], "dp=1")
     assert fewest_devices(recipe, parse("h100:8"), Questions(1e9, deadline=budget.DAY)) == (None, 1)

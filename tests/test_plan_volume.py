@@ -66,6 +66,7 @@ def equal(recipe: Recipe) -> None:
     "tp=2,sp=true,recompute=ops*",
     "cp=2,recompute=full",
     "cp=2,tp=2,sp=true",
+    "dp=2,ep=2,tp=2,sp=true",
 )
 @pytest.mark.parametrize("layout", [*TWO, *FOUR])
 def test_bytes_are_those_counted(room: Path, layout: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from marks import slow
 from observe_browser import Browser
 from observe_page import FAINT
 from observe_run import make_run
@@ -259,10 +260,12 @@ def test_the_keyboard_reaches_all(browser: Browser, play: Play, folder: Path) ->
 WRONG = [
     ("train", "Recipe fields, one per line", "train.stepz=3", "Train", "did you mean 'steps'"),
     ("train", "Layout", "tp=3", "Train", "layout.tp = 3 must divide"),
-    ("train", "Layout", "zz=2", "Train", "'zz' is not an axis"),
     ("prove", "Layout", "dp=x", "Prove", "must be a whole number"),
-    ("prove", "Recipe fields, one per line", "nonsense", "Prove", "must have the form"),
-    ("prove", "Steps", "99", "Prove", "steps: 1 to 20"),
+    *slow(
+        ("train", "Layout", "zz=2", "Train", "'zz' is not an axis"),
+        ("prove", "Recipe fields, one per line", "nonsense", "Prove", "must have the form"),
+        ("prove", "Steps", "99", "Prove", "steps: 1 to 20"),
+    ),
 ]
 
 

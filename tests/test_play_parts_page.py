@@ -72,12 +72,14 @@ def test_prove(browser: Browser, play: Play) -> None:
     page.wait("document.querySelector('.alarm')?.textContent.includes('ranks: 1 to 32')")
     browser.errors.clear()  # the refusal's status
     page.give("Steps", 1)
-    page.give("Recipe fields, one per line", "train.seed=2\ntrain.sample_prompt=it's")
+    fields = ["train.seed=2", "model.seq_len=32", "train.global_batch_size=4", "train.sample_prompt=it's"]
+    page.give("Recipe fields, one per line", "\n".join(fields))
     page.press("Prove")
     page.wait("document.querySelector('.verdict')")
     assert page.text(".verdict") == "dp=2 computes the same as one process."
     assert page.all("document.querySelectorAll('.prove tbody tr').length") == 9
-    words = "--set 'train.seed=2' --set 'train.sample_prompt=it'\\''s' --layout dp=2 --steps 1 --mode fp32"
+    sets = " ".join("--set '" + field.replace("'", "'\\''") + "'" for field in fields)
+    words = f"{sets} --layout dp=2 --steps 1 --mode fp32"
     assert page.text(".copy pre") == f"fivefold verify quickstart {words}"
     page.check()
     page.browser.open(

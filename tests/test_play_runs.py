@@ -43,6 +43,15 @@ def play(folder: Path) -> Iterator[Play]:
         yield play
 
 
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Play, Path]]:
+    """A server of a folder, for requests that change nothing."""
+    folder = tmp_path_factory.mktemp("asked") / "runs"
+    make_run(folder / "first", steps=40)
+    with playing(folder) as play:
+        yield play, folder
+
+
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs wait, and none starts."""
@@ -183,8 +192,8 @@ def test_names_are_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["train/about", "train/timeline", "runs/report"])
 @pytest.mark.parametrize("name", ["", "/etc", "../runs/first", "first", "\x00", "x" * 5000])
-def test_unknown_runs(play: Play, path: str, name: str) -> None:
-    assert "there is no run" in play.get(f"{path}?run={quote(name)}", 400)["error"]
+def test_unknown_runs(asked: tuple[Play, Path], path: str, name: str) -> None:
+    assert "there is no run" in asked[0].get(f"{path}?run={quote(name)}", 400)["error"]
 
 
 def test_a_stream_of_an_unknown_run_says_so_and_ends(play: Play) -> None:
@@ -248,13 +257,15 @@ def test_a_run_starts_by_the_command(play: Play, folder: Path, kept: None) -> No
         ({"recipe": "quickstart", "set": ["data.chat_template=~nobody123/x"]}, "no home folder ~nobody123"),
     ],
 )  # fmt: skip
-def test_what_does_not_start(play: Play, folder: Path, kept: None, given: object, said: str) -> None:
+def test_what_does_not_start(asked: tuple[Play, Path], kept: None, given: object, said: str) -> None:
+    play, folder = asked
     assert said in play.post("train/start", given, 400)["error"]
     assert [path.name for path in folder.iterdir() if path.name[0] != "."] == ["first"]
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"3", b"\xff", b"[" * (DEEPEST + 1)])
-def test_orders_are_objects(play: Play, body: bytes) -> None:
+def test_orders_are_objects(asked: tuple[Play, Path], body: bytes) -> None:
+    play, _ = asked
     code, _, text = play.ask("/api/train/start", "POST", body, Cookie=play.cookie, Origin=play.origin)
     assert (code, "JSON object" in text.decode()) == (400, True)
 
@@ -435,7 +446,8 @@ def test_a_run_from_the_page_is_the_commands_run(tmp_path: Path) -> None:
         "train.steps=24 model.layers=1 model.dim=32 model.heads=2 model.seq_len=32 train.global_batch_size=2"
     )
     rest = (
-        "data.tokenizer=bytes train.val_every=0 train.sample_every=0 checkpoint.every=8 observe.tracker=none"
+        "data.tokenizer=bytes train.val_every=0 train.val_sequences=4 train.sample_every=0 train.sample_tokens=4 "
+        "checkpoint.every=8 observe.tracker=none"
     )
     sets = [*sizes.split(), *rest.split(), f"data.source={tmp_path}/runs/text.txt"]
     (tmp_path / "runs").mkdir()

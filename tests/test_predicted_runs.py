@@ -20,8 +20,8 @@ from fivefold_plan.forecast import run as prediction
 TINY = [
     "model.layers=4", "model.dim=96", "model.heads=4", "model.kv_heads=4", "model.ffn_dim=256", "model.seq_len=64",
     "data.tokenizer=bytes", "train.global_batch_size=8", "train.microbatch_size=1", "train.steps=4",
-    "train.sample_every=2", "train.val_every=2", "optim.warmup_steps=0", "observe.tracker=none",
-    "observe.memory_step=2",
+    "train.sample_every=2", "train.sample_tokens=4", "train.val_every=2", "train.val_sequences=4",
+    "optim.warmup_steps=0", "observe.tracker=none", "observe.memory_step=2",
 ]  # fmt: skip
 
 

@@ -266,7 +266,8 @@ def test_documents_are_as_sequences_of_their_own() -> None:
     "layout", ["cp=2,tp=2,sp=true,recompute=full", "cp=4,cp_method=all_gather", "dp=2,ep=2", "pp=2,cp=2"]
 )
 def test_bytes_are_those_counted(tmp_path, layout: str) -> None:
-    recipe = tiny(tmp_path, layout, *overrides("qwen3_next"), "model.kv_heads=2")
+    few = "train.global_batch_size=4"
+    recipe = tiny(tmp_path, layout, *overrides("qwen3_next"), "model.kv_heads=2", few)
     s = planned(recipe)
     for rank, step in enumerate(run_ranks(s.layout.ranks, counted, recipe, timeout_s=300)):
         assert volume.counted(s, rank) == step.sent, rank

@@ -75,11 +75,9 @@ def gradients(rank: int, world: int, recipe: Recipe) -> tuple[dict[str, torch.Te
 
 @only(
     "fp32-llama-*",
-    "bf16-bert-full",
     "bf16-gpt2-ops*",
     "bf16-qwen3-selective",
     "bf16-olmo2-full",
-    "bf16-llama-ops*",
 )
 @pytest.mark.parametrize("how", ["full", "selective", "ops:attention+gate+norm"])
 @pytest.mark.parametrize(

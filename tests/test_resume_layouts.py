@@ -128,8 +128,7 @@ def test_fewer_microbatches_than_at_first(base: Recipe, tmp_path: Path, how: str
 @pytest.mark.parametrize(
     "second",
     [
-        *slow("dp=2,zero=2", "dp=2,tp=2,sp=true,ep=2,ep_fold=true"),
-        "dp=4,ep=2,zero=3",
+        *slow("dp=2,zero=2", "dp=2,tp=2,sp=true,ep=2,ep_fold=true", "dp=4,ep=2,zero=3"),
         "dp=2,tp=2,sp=true,ep=2,ep_fold=true,zero=3",
     ],
 )

@@ -307,7 +307,7 @@ def plain(recipe: Recipe, *sets: str) -> Recipe:
     ("servers", "sets"),
     [
         (2, []),
-        (
+        pytest.param(
             2,
             [
                 "optim.name=momentum",
@@ -316,6 +316,7 @@ def plain(recipe: Recipe, *sets: str) -> Recipe:
                 "sync.order=priority:4KiB",
                 "train.microbatch_size=6",
             ],
+            marks=pytest.mark.slow,
         ),
         pytest.param(1, ["sync.order=fifo"], marks=pytest.mark.slow),
         # one microbatch a worker: other sums would round some weights of 16 bits the other way
@@ -467,6 +468,7 @@ def told(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / timelines.WORKERS).read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_asynchronous_training_goes_on_without_a_worker(room: Path, tmp_path: Path) -> None:
     """The last worker is killed in the middle of a share. The others compute all shares that are left, its own, too."""
     recipe = served(room, 3, "sync.staleness=-1", "sync.servers=2", "train.steps=12", "optim.lr=3e-3")

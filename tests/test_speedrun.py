@@ -157,7 +157,7 @@ GROUPED = ("model.kv_heads=2", "optim.name=muon", "optim.qk_clip=0.4", "optim.lr
 LATENT = ("model.arch=deepseek", "model.experts=4", "model.experts_per_token=2", "model.dense_layers=3")
 
 
-@only("dp=2,tp=2,zero=2", "pp=2")
+@only("dp=2,tp=2,zero=2")
 @pytest.mark.parametrize("layout", LAYOUTS_OF_QK_CLIP)
 def test_qk_clip(room: Path, layout: str) -> None:
     report = compared(tiny(room, layout, *GROUPED), folder=room / "clip")

@@ -244,6 +244,7 @@ def test_a_run_goes_on_in_one_process(tmp_path, sp):
         "data.tokenizer=bytes",
     ]
     size = ["model.vocab_size=320", "train.val_every=2", "optim.schedule=constant", "data.val_fraction=0.1"]
+    size += ["train.val_sequences=8", "train.sample_tokens=4"]
     recipe = change(load("quickstart", TINY), [*MODELS["llama"], *source, *size])
     train_rank(0, 1, recipe, tmp_path / "one")
     two = change(recipe, ["train.steps=4", "layout.tp=2", f"layout.sp={sp}"])

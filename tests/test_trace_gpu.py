@@ -91,6 +91,8 @@ SLOW = {text for text in PIPELINES if "=zbv" not in text} | {
 """Layouts whose operators others have, too."""
 SPARED = {(arch, "dp=2,zero=3") for arch in ("moe", *MORE_ARCHS) if arch not in ("gpt_oss", "qwen3_next")}
 """Others show how these gather weights: experts of two ranks, of fp8, and the models of `ARCHS`."""
+SPARED |= {(arch, "tp=2,sp=true") for arch in ("mistral", "qwen2", "smollm3", "olmo3", "phi3", "glm4")}
+"""Their windows, biases, scaled positions and norms are in gemma3, gpt_oss, qwen3_next and olmo2, too."""
 SOME = [
     (arch, layout)
     if (layout in FEW and (arch, layout) not in SPARED) or (arch == "llama" and layout not in SLOW)
@@ -305,7 +307,7 @@ LIKE = {
     "fp32, gathered", "adam", "adamw", "momentum", "adagrad", "rmsprop", "radam", "nadam", "adamsage", "lion",
     "soap", "muon", "fp16 rows",
     "bf16_pure nearest", "bf16_pure kahan", "bf16_pure, all:disk", "activations, dp=2,zero=3",
-    "fp8 tensors", "fp8 tensors, gathered",
+    "fp8 tensors", "fp8 tensors, gathered", "fp8 blocks, gathered", "diloco", "sgd",
     "activations, tp=2,recompute=full", "states:host, tp=2,sp=true", "states:host, dp=2,zero=1",
     "states:host, dp=2,zero=2", "all:disk, dp=2,zero=3", "all:host, dp=2,zero=3", "all:host, dp=1",
 }  # fmt: skip

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from launched import Launched, command
 from layouts import MOE, TINY, compared, side, tiny
-from marks import only
+from marks import only, slow
 from torch import Tensor
 
 import fivefold
@@ -43,6 +43,12 @@ from fivefold.train.share import share_of
 from fivefold.train.verify import alone, compute, prepared, reference_state, sizes
 
 
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where text, cache and the references stay."""
+    return tmp_path_factory.mktemp("verify")
+
+
 @only("fp32-deepseek", "fp32-llama")
 @pytest.mark.parametrize("arch", ["llama", "gpt2", "bert", "moe", "deepseek"])
 @pytest.mark.parametrize("mode", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
@@ -52,7 +58,7 @@ def test_one_rank_passes(tmp_path, arch, mode):
     assert report.passed, report
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+@pytest.mark.parametrize("mode", ["fp32", *slow("bf16")])
 def test_a_mistake_on_one_rank_shows(tmp_path, monkeypatch, mode):
     """The reference does not go through the trainer's sum of gradients: where that forgets a microbatch, it shows."""
     monkeypatch.setattr(data, "add_gradient", lambda total, grad, first: add_gradient(total, grad, True))
@@ -61,9 +67,9 @@ def test_a_mistake_on_one_rank_shows(tmp_path, monkeypatch, mode):
     assert report.gradients.max_rel > 0.1
 
 
-@pytest.mark.parametrize("arch", ["llama", pytest.param("gpt2", marks=pytest.mark.slow), "bert"])
-def test_replicas_pass(tmp_path, arch):
-    report = compared(tiny(tmp_path, "dp=2", f"model.arch={arch}"))
+@pytest.mark.parametrize("arch", ["llama", *slow("gpt2", "bert")])
+def test_replicas_pass(room, arch):
+    report = compared(tiny(room, "dp=2", f"model.arch={arch}"), folder=room / arch)
     assert report.passed, report
     assert report.gradients.max_rel > 0, "sums in another order differ by rounding"
 
@@ -138,36 +144,37 @@ def scales_by_replicas(rank: int, world: int, recipe: Recipe, steps: int, folder
         module.forward_backward = run
 
 
-def test_a_reduction_that_the_first_rank_forgets_fails(tmp_path):
-    report = compared(tiny(tmp_path, "dp=2"), part=forgets_the_sum_first)
+@pytest.mark.slow
+def test_a_reduction_that_the_first_rank_forgets_fails(room):
+    report = compared(tiny(room, "dp=2"), part=forgets_the_sum_first, folder=room / "llama")
     assert not report.gradients.passed
     assert report.gradients.max_rel > 0.1
     assert not report.weights.passed
 
 
-def test_a_reduction_that_another_rank_forgets_fails(tmp_path):
+def test_a_reduction_that_another_rank_forgets_fails(room):
     """The gradients that are written are right in the first step; the ranks' weights part after it."""
-    report = compared(tiny(tmp_path, "dp=2"), part=forgets_the_sum)
+    report = compared(tiny(room, "dp=2"), part=forgets_the_sum, folder=room / "llama")
     assert not report.passed
     assert report.gradients.passed
     assert not report.loss.passed
     assert report.loss.worst != "step 1"
 
 
-def test_a_wrong_scale_fails(tmp_path):
-    report = compared(tiny(tmp_path, "dp=2"), part=scales_by_replicas)
+def test_a_wrong_scale_fails(room):
+    report = compared(tiny(room, "dp=2"), part=scales_by_replicas, folder=room / "llama")
     assert report.gradients.max_rel == pytest.approx(0.5, rel=1e-2)
     assert not report.grad_norm.passed
 
 
-def test_a_missing_sum_of_sequence_parallelism_fails(tmp_path):
-    report = compared(tiny(tmp_path, "tp=2,sp=true"), part=skips_reductions)
+def test_a_missing_sum_of_sequence_parallelism_fails(room):
+    report = compared(tiny(room, "tp=2,sp=true"), part=skips_reductions, folder=room / "llama")
     assert not report.gradients.passed
     assert "norm" in report.gradients.worst
 
 
-def test_a_missing_sum_of_tied_embeddings_fails(tmp_path):
-    report = compared(tiny(tmp_path, "pp=2"), part=skips_reductions)
+def test_a_missing_sum_of_tied_embeddings_fails(room):
+    report = compared(tiny(room, "pp=2"), part=skips_reductions, folder=room / "llama")
     assert not report.gradients.passed
     assert "embed.weight" in report.gradients.worst
 
@@ -335,11 +342,12 @@ def mistaken(name: str, rank: int, world: int, recipe: Recipe, steps: int, folde
 
 @only("a copy of moments", "a copy of buffers", "moments", "one microbatch")
 @pytest.mark.parametrize("name", MISTAKES)
-def test_each_mistake_is_found(tmp_path, name):
+def test_each_mistake_is_found(room, name):
     layout, sets, figure, _ = MISTAKES[name]
     mode = next((one for one in sets if one in PRECISIONS), "fp32")
-    recipe = tiny(tmp_path, layout, *(one for one in sets if one != mode), mode=mode)
-    report = compared(recipe, part=partial(mistaken, name), timeout_s=120)
+    recipe = tiny(room, layout, *(one for one in sets if one != mode), mode=mode)
+    place = room / "-".join(["moe" if "ep=" in layout else "llama", *sets])
+    report = compared(recipe, part=partial(mistaken, name), folder=place, timeout_s=120)
     assert not report.figures[figure].passed, report
 
 

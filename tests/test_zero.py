@@ -194,7 +194,7 @@ def sent(rank: int, world: int, recipe: Recipe, microbatches: int) -> dict[tuple
     return counter.found
 
 
-@only("*-fp32")
+@only("*-3-fp32")
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("zero", [1, 2, 3])
