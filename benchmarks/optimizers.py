@@ -33,7 +33,7 @@ RATES = {
     "muon": (2.5e-3, 5e-3, 1e-2, 2e-2),
     "soap": (2.5e-3, 5e-3, 1e-2),
     "lion": (3e-4, 6e-4, 1.2e-3),
-    "adafactor": (2.5e-3, 5e-3, 1e-2),
+    "adafactor": (1.25e-3, 2.5e-3, 5e-3, 1e-2),
     "adamw8bit": (2.5e-3,),
     "sophia": (5e-4, 1e-3),
     "sophia_gnb": (5e-4,),
