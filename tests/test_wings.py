@@ -15,7 +15,10 @@ from sources import PACKAGES, SRC
 
 from fivefold import wings
 from fivefold.cli.main import COMMANDS
+from fivefold.recipe import load
+from fivefold.train import out_of_memory
 from fivefold.train.forecast import Forecast
+from fivefold.train.job import Job
 
 TINY = [
     "model.layers=1", "model.dim=16", "model.heads=2", "model.kv_heads=2", "model.ffn_dim=32", "model.seq_len=16",
@@ -136,3 +139,14 @@ def test_the_planner_has_all_functions_that_the_trainer_asks() -> None:
     assert len(functions) == 6
     for name in functions:
         assert callable(getattr(wings.part("forecast"), name))
+
+
+def test_memory_that_runs_out_without_the_planner_is_still_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> Forecast:
+        raise wings.Missing("the package fivefold_plan is missing")
+
+    monkeypatch.setattr(out_of_memory, "forecast", missing)
+    job = Job(load("quickstart"), tmp_path)
+    assert out_of_memory.advice(job, 1) == ["(no advice: the package fivefold_plan is missing)"]

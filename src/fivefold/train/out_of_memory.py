@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fivefold import wings
 from fivefold.errors import MemoryRanOut, UserError
 from fivefold.host import machine
 from fivefold.launch import verdict
@@ -81,7 +82,10 @@ def advice(job: Job, local_ranks: int, base: int = 0, held: Held | None = None) 
     held: of `held_by`; None: that is not known, and the rank is the one with most."""
     if job.module is not None:
         return ["The planner does not know a module of your own. Try a smaller train.microbatch_size"]
-    return forecast().remedies(job, _room(local_ranks), local_ranks, base, held)
+    try:
+        return forecast().remedies(job, _room(local_ranks), local_ranks, base, held)
+    except wings.Missing as error:
+        return [f"(no advice: {error})"]
 
 
 def what_is_saved(job: Job, saved: str = "Nothing that was saved is lost") -> str:
