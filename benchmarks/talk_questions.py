@@ -79,7 +79,7 @@ def _counting(held_out: bool) -> Iterator[Row]:
 
 
 def _units(held_out: bool) -> Iterator[Row]:
-    """Factors of ten, a hundred and a thousand are asked in both directions. All others are a digit followed by zeros."""
+    """Factors of ten, a hundred and a thousand are asked in both directions. Others are a digit followed by zeros."""
     rng, units = random.Random("units"), [entry.split() for entry in _tables()["units"].split(",")]
     for large, small, factor, n in _part([(*unit, n) for unit in units for n in range(2, 100)], held_out):
         digit, (tens, ones), product = int(factor[0]), divmod(n, 10), n * int(factor)
