@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -184,6 +185,9 @@ def trained(arch: str, folder: Path, kept: Path | None) -> dict[str, Any]:
     if kept and not (kept / arch).exists():
         shutil.copytree(run, kept / arch)
     shutil.copytree(kept / arch if kept else run, resumed)
+    recipe = resumed / "recipe.toml"  # an earlier tree's text, which was the same, is gone
+    for name, at in (("source", folder / "text.txt"), ("cache", folder / "cache")):
+        recipe.write_text(re.sub(rf'^{name} = ".*"$', f'{name} = "{at}"', recipe.read_text(), flags=re.M))
     command("train", resumed, "--quiet", "--resume-from", store.folder_of(resumed, KEPT))
     return {
         "losses": losses(run),
