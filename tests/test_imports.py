@@ -81,10 +81,9 @@ def test_imports_point_downwards(file: Path) -> None:
     assert room in LINE_OF, f"room '{room}' is on no line of this test"
     upwards = []
     for line, name in imported(file)[0]:
-        if name.partition(".")[0] in PACKAGES and (target := room_of(name)) != room:
-            package = name == "fivefold" and room.startswith(("plan", "play"))  # for its place
-            if not package and LINE_OF.get(target, -1) <= LINE_OF[room]:
-                upwards.append(f"{name_of(file)}:{line}: '{room}' imports '{target}'")
+        ours, target = name.partition(".")[0] in PACKAGES, room_of(name)
+        if ours and target != room and LINE_OF.get(target, -1) <= LINE_OF[room]:
+            upwards.append(f"{name_of(file)}:{line}: '{room}' imports '{target}'")
     assert not upwards, "\n".join(upwards)
 
 

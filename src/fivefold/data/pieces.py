@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -77,8 +78,13 @@ class Pieces:
 
     def _before(self, text: str, at: int) -> str:
         """What keeps a blank away from a piece: a line break, or if that has no ids, the text before the piece."""
-        line = self.inner.encode("\n", add_special_tokens=False).ids
-        return "" if not self.prefixes else "\n" if line else text[max(0, at - SEAM) : at]
+        if not self.prefixes:
+            return ""
+        return "\n" if self._line_has_ids else text[max(0, at - SEAM) : at]
+
+    @cached_property
+    def _line_has_ids(self) -> bool:
+        return bool(self.inner.encode("\n", add_special_tokens=False).ids)
 
     def _ids(self, text: str, before: str) -> np.ndarray:
         found, skipped, _ = self._encoded(text, before, self.inner.encode_batch_fast)
@@ -92,7 +98,7 @@ class Pieces:
 
     def _encoded(self, text: str, before: str, encode: Any) -> tuple[Any, int, int]:
         """The library's encoding, and how many ids and characters are not the text's but those of `before`."""
-        ids = self.inner.encode(before, add_special_tokens=False).ids
+        ids = self.inner.encode(before, add_special_tokens=False).ids if before else []
         (found,) = encode([before + text], add_special_tokens=False)
         same = found.ids[: len(ids)] == ids
         return (found, len(ids), len(before)) if same else self._encoded(text, "", encode)
